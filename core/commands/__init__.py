@@ -1,0 +1,1 @@
+"""Bodies of the command-line verbs; `core/cli.py` parses and dispatches."""

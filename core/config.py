@@ -1,0 +1,169 @@
+"""Every setting, in one table: frozen, composed, documented in place. `tokenbus.toml`, the command line and Python use these names.
+
+    [model]                    --model, --dtype, ...          (command-line names are the field names with dashes)
+    model = "demo"
+    [scheduler]
+    token_budget = 2048
+    [features]
+    disable = ["prefix_cache"]
+    [plugins.chunked_prefill]  a plugin's own settings
+    mode = "fixed"
+
+An unknown name or a malformed value is a ConfigError that says where it stands.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from .errors import ConfigError
+
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ModelConfig(Section):
+    model: str = "demo"
+    """A Hugging Face directory, a hub id, a .gguf file, or "demo" (SmolLM2-135M-Instruct)."""
+    served_model_name: str | None = None
+    """The name clients use; default: the model's own."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Weights, activations and KV. auto: the checkpoint's own (float16 becomes float32), GGUF: bfloat16."""
+    max_model_len: PositiveInt | None = None
+    """Tokens of prompt plus output at most; default: what the model declares."""
+    device: Literal["cpu"] = "cpu"
+    threads: PositiveInt | None = None
+    """Threads that compute; default: the cores this process may use."""
+    worker: Literal["thread", "process"] = "thread"
+    """Where the model runs: a thread of the engine process, or a process of its own."""
+    chat_template: str | None = None
+    """A Jinja file that replaces the model's own template."""
+    trust_remote_code: Literal[False] = False
+
+
+class CacheConfig(Section):
+    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
+    """Tokens per KV block."""
+    kv_memory_mb: PositiveInt | None = None
+    """MiB for K/V; default: `kv_memory_fraction` of what is free after the weights."""
+    kv_memory_fraction: Annotated[float, Meta(gt=0, le=0.95)] = 0.25
+    num_blocks: PositiveInt | None = None
+    """Blocks in the pool, instead of a size in bytes (for tests)."""
+
+
+class SchedulerConfig(Section):
+    token_budget: PositiveInt = 2048
+    """Tokens a step runs at most (a whole prompt may pass it when chunked prefill is off)."""
+    max_running: PositiveInt = 256
+    """Requests that hold blocks at the same time."""
+    max_waiting: PositiveInt = 1024
+    """Requests that wait; one more is answered 429."""
+    request_timeout: Positive = 600.0
+    """Seconds from admission until a request ends with a timeout error; a client may ask for less."""
+    plan_history: PositiveInt = 1024
+    """Plans kept for /v1/tokenbus/plans."""
+
+
+class ServerConfig(Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    """0: any free port, printed at start."""
+    api_key: tuple[str, ...] = ()
+    """Keys clients may use; "@FILE" reads one a line. Empty: no key is asked for."""
+    admin_key: str | None = None
+    """Key of the admin surface; "@FILE" reads it. None: loopback only."""
+    drain_seconds: NonNegative = 30.0
+    """After SIGTERM: how long running requests may go on."""
+    client_features: tuple[str, ...] = ("chunked_prefill", "prefix_cache")
+    """Request-scope plugins that a client may switch in the body."""
+    log_format: Literal["auto", "console", "json"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class SupervisionConfig(Section):
+    step_deadline: Positive = 120.0
+    """Seconds after which a step that has not ended counts as the engine's death."""
+    start_deadline: Positive = 600.0
+    """Seconds an engine may take to become ready."""
+    heartbeat_deadline: Positive = 20.0
+    """Seconds without a sign of life after which the engine is killed."""
+    restart_backoff: Positive = 0.5
+    """Seconds before the first restart; doubles with each death in a row, up to `restart_backoff_max`."""
+    restart_backoff_max: Positive = 30.0
+
+
+class LimitsConfig(Section):
+    """Bounds on one API request. Each is answered 400 (413 for the body) with the limit in the message."""
+
+    max_body_bytes: PositiveInt = 32 * 1024 * 1024
+    max_prompts: PositiveInt = 64
+    """Prompts in one completions request."""
+    max_n: PositiveInt = 16
+    max_choices: PositiveInt = 128
+    """Prompts times n."""
+    max_stop: PositiveInt = 16
+    max_stop_chars: PositiveInt = 256
+    max_stop_token_ids: PositiveInt = 128
+    max_logit_bias: PositiveInt = 1024
+    max_bad_words: PositiveInt = 128
+    max_allowed_token_ids: PositiveInt = 8192
+    max_logprobs: PositiveInt = 20
+    max_messages: PositiveInt = 2048
+    max_request_id_chars: PositiveInt = 128
+
+
+class FeaturesConfig(Section):
+    enable: tuple[str, ...] = ()
+    """Plugins on, beside those that are on by default; the later of enable and disable on the command line wins."""
+    disable: tuple[str, ...] = ()
+    load: tuple[str, ...] = ()
+    """Plugins that are not installed as packages, as "module:Class"; found like those with an entry point."""
+
+
+class Config(Section):
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    server: ServerConfig = ServerConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    limits: LimitsConfig = LimitsConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    plugins: dict[str, dict[str, Any]] = {}
+    """Settings of each plugin by its name, checked by the plugin's own type when it is loaded."""
+
+
+def from_mapping(data: dict[str, Any], where: str) -> Config:
+    """A Config from nested plain data; ConfigError names `where` and the path of what is wrong."""
+    try:
+        return msgspec.convert(data, Config, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """The file as nested plain data; ConfigError when it can't be read or parsed."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `over` on top, table by table. Neither is changed."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,90 @@
+"""What hooks are given beside core's own objects: narrow, documented views."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from .bus import Bus
+    from .config import Config, LimitsConfig
+    from .kv.pool import BlockPool
+    from .messages import EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An HTTP route of a plugin. `admin` routes need the admin key (or loopback without one)."""
+
+    method: str
+    path: str
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    admin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FrontContext:
+    bus: Bus
+    """The front's bus: StepReport, RequestRecord, FeatureChange, EngineStarted, EngineDied (see front/events.py)."""
+    config: Config
+    info: Callable[[], EngineInfo | None]
+    """The running engine's description; None before it is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionContext:
+    """The API request that `check_fields` looks at."""
+
+    prompt_len: int
+    """Tokens of the (longest) prompt."""
+    max_tokens: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    temperature: float
+    limits: LimitsConfig
+    tokenize: Callable[[str], list[int]]
+    """Ids of a short text, without special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputContext:
+    """The choice whose text a `text_filter` will see."""
+
+    request_id: str
+    fields: dict[str, Any]
+    choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineContext:
+    bus: Bus
+    """The engine's bus: StepPlan, StepResult."""
+    config: Config
+    pool: BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """Blocks whose K/V fits the beginning of a request; see `match_prefix`."""
+
+    blocks: Sequence[int]
+    num_tokens: int
+    """len(blocks) * block_size."""
+
+
+@dataclass(slots=True)
+class StepView:
+    """The step that is being planned, as `limit_chunk` sees it. Counts are of what is planned so far."""
+
+    step_id: int
+    budget: int
+    """Tokens that the step may still take."""
+    num_decodes: int
+    """Requests that run without a prompt chunk (they are planned first)."""
+    prompt_tokens: int
+    """Prompt tokens planned so far in this step."""
+    waiting: int

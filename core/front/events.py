@@ -1,0 +1,82 @@
+"""What the front's bus tells: requests that ended, steps (`messages.StepReport`), switch changes, engine life and death."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..host import Switches
+from ..messages import EngineInfo
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice's life, published once as it ends, whatever its end. Times in seconds."""
+
+    request_id: str
+    group: str
+    """The API request it belongs to."""
+    endpoint: str
+    """One of chat, completion, generate."""
+    tenant: str
+    arm: str
+    arrival: float
+    """Unix seconds at which the request was read."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finish_reason: str
+    """One of stop, length, cancelled, error, tool_calls."""
+    error_kind: str = ""
+    """Class name in the error tree when finish_reason is "error"."""
+    ttft: float | None = None
+    """From arrival to the first token; None when there was none."""
+    e2e: float = 0.0
+    """From arrival to the end."""
+    gaps: tuple[float, ...] = ()
+    """Inter-token latencies: time between successive token messages divided by the tokens in the later one."""
+    tokenize_seconds: float = 0.0
+    template_seconds: float = 0.0
+    preemptions: int = 0
+
+
+class RequestAdmitted(msgspec.Struct, frozen=True):
+    """A choice was handed to the engine; exactly one RequestRecord follows."""
+
+    request_id: str
+
+
+class RequestRefused(msgspec.Struct, frozen=True):
+    """An API request that was answered with an error before any choice was admitted."""
+
+    endpoint: str
+    status: int
+    kind: str
+
+
+class FeatureChange(msgspec.Struct, frozen=True):
+    """Switches were changed live; the state is what holds after all rewrites."""
+
+    changes: dict[str, bool]
+    state: Switches
+    who: str
+    when: float
+
+
+class EngineStarted(msgspec.Struct, frozen=True):
+    info: EngineInfo
+    restarts: int
+
+
+class EngineDied(msgspec.Struct, frozen=True):
+    reason: str
+    open_requests: int
+    restart_in: float
+
+
+class LoopLag(msgspec.Struct, frozen=True):
+    """How late an event loop woke, sampled about every second."""
+
+    process: str
+    """front or engine."""
+    seconds: float
+    cpu_seconds: float
+    """CPU time of that process so far."""

@@ -1,0 +1,61 @@
+"""The journal: what the front knows about every open request. Knows nothing of HTTP, processes or streams.
+
+One entry lives from a request's admission to its one end. It holds all that decides the rest of the answer (prompt, parameters, seed,
+features) and every token emitted so far, so that a stream can be told exactly where it stands, whatever becomes of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..request import AdmittedRequest
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    admitted: AdmittedRequest
+    tokens: list[int] = field(default_factory=list)
+    """Emitted so far; at most `admitted.max_tokens`."""
+    cancel_reason: str | None = None
+    """Why its client gave it up; None while it is wanted."""
+
+
+class Journal:
+    """Open requests by id, in order of admission. A plain object: one owner, no locks."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, OpenRequest] = {}
+
+    def admit(self, requests: Sequence[AdmittedRequest]) -> None:
+        """All or none; ValueError when an id is open already."""
+        ids = [request.request_id for request in requests]
+        if len(set(ids)) != len(ids) or not self._open.keys().isdisjoint(ids):
+            raise ValueError(f"a request id is in use already: {', '.join(ids)}")
+        for request in requests:
+            self._open[request.request_id] = OpenRequest(request)
+
+    def emit(self, request_id: str, tokens: Iterable[int]) -> None:
+        """Note new tokens of an open request; KeyError when it isn't open."""
+        self._open[request_id].tokens.extend(tokens)
+
+    def end(self, request_id: str) -> OpenRequest | None:
+        """Close the entry and give it back; None when it isn't open (any more)."""
+        return self._open.pop(request_id, None)
+
+    def get(self, request_id: str) -> OpenRequest | None:
+        return self._open.get(request_id)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        """A snapshot: entries may be ended while it is walked."""
+        return iter(tuple(self._open.values()))
+
+    def features_in_use(self) -> frozenset[str]:
+        """Plugins that some open request was admitted with."""
+        return frozenset().union(*(entry.admitted.features for entry in self._open.values()))

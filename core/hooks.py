@@ -1,0 +1,220 @@
+"""All hook specifications: the reference manual for plugin authors. Hook API version: see `plugin.HOOK_API_VERSION`.
+
+How hooks are called
+--------------------
+A plugin is one class; it implements any of the hooks below as methods marked `@hookimpl`, and may leave out arguments that it does
+not need. Implementations are resolved when the set of switches changes, never in a step: a feature that is off costs nothing.
+
+*Scope.* A hook marked "per request" is called for a request only when the plugin is among the features in force for it; and when the
+plugin claims fields, only when the request uses at least one of them or the hook says "all its requests". A hook marked "engine-wide"
+is called while the plugin is on at all.
+
+*None* means "no opinion" in every hook that returns something, unless the hook says otherwise.
+
+*Raising.* In a per-request hook the request ends with an error that names plugin and hook; nobody else notices. In an engine-wide hook
+the plugin is switched off with a loud log, if no open request claims it and it does not enforce anything; otherwise the requests
+that claim it end with an error and new ones get 503 until it is switched off by hand. `RequestError` raised from `check_fields` is
+the client's error and reaches it as it is.
+
+*Blocking.* "quick" hooks run on an event loop: below about 1 ms, no I/O. "compute" hooks run on the worker's thread.
+
+Order: pluggy's (`tryfirst`, `trylast`, later registered first), the same in every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from .plugin import hookspec
+
+if TYPE_CHECKING:
+    import torch
+
+    from .contexts import AdmissionContext, EngineContext, FrontContext, OutputContext, PrefixMatch, Route, StepView
+    from .kv.pool import BlockPool
+    from .plan import StepPlan, StepResult, TokenLogprobs
+    from .policy import SchedulingPolicy
+    from .request import Request, StopRule
+    from .worker.attention import AttentionBackend, KVLayout
+    from .worker.state import SampleRow, WorkerRequestState
+
+
+class TextFilter(Protocol):
+    """What a plugin puts between detokeniser and client; see `text_filter`."""
+
+    def feed(self, text: str, *, final: bool) -> tuple[str, str | None]:
+        """Take newly decoded text; return (text that may be shown now, why generation stops here or None).
+
+        Text may be held back until a later call; with `final` everything held that is still to be shown must come out. After a
+        reason was returned `feed` is not called again. The reason is reported as `stop_reason`, with finish reason "stop".
+        """
+        ...
+
+
+# ================================================ front process ====================================================================
+
+
+@hookspec
+def front_started(front: FrontContext) -> None:
+    """Front, engine-wide, quick. Once when the plugin is switched on in the front process (at start or live).
+
+    The place to subscribe to the front's bus (`front.bus`), which tells of requests that ended, steps and switch changes.
+    """
+
+
+@hookspec
+def front_stopped() -> None:
+    """Front, engine-wide, quick. Once when the plugin is switched off or the server ends: undo `front_started`."""
+
+
+@hookspec
+def http_routes() -> Sequence[Route] | None:
+    """Front, engine-wide, quick. Once when the plugin is switched on: HTTP routes it adds while it is on (404 while it is off)."""
+
+
+@hookspec
+def check_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[str, Any] | None:
+    """Front, per request, quick. Once per API request, with those claimed fields that ask for something.
+
+    Check them; raise `FieldError` when one is wrong. Return the fields to hand on in their place (normalised, plain data; may leave
+    some out), None to hand them on as they are. Fields given back reach the engine and worker as `request.fields`.
+    """
+    ...
+
+
+@hookspec
+def text_filter(request: OutputContext) -> TextFilter | None:
+    """Front, per request, quick. Once per choice, before its first token: an object that sees all of the choice's text in order."""
+    ...
+
+
+# ================================================ engine process ===================================================================
+
+
+@hookspec
+def engine_started(engine: EngineContext) -> None:
+    """Engine, engine-wide, quick. Once when the plugin is switched on, after the KV pool exists."""
+
+
+@hookspec
+def engine_stopped() -> None:
+    """Engine, engine-wide, quick. Once when the plugin is switched off: give back what it holds (blocks it retained, say)."""
+
+
+@hookspec(firstresult=True)
+def scheduling_policy() -> SchedulingPolicy | None:
+    """Engine, slot "scheduling", quick. Once when the plugin takes the slot: a new, empty waiting queue with its order and victim rule.
+
+    A policy that raises is replaced by core's first-come-first-served, with a loud log; no request is lost.
+    """
+    ...
+
+
+@hookspec
+def request_added(request: Request) -> None:
+    """Engine, per request, quick. Once, before the request is queued. All its requests."""
+
+
+@hookspec(firstresult=True)
+def stop_rule(request: Request, eos_token_ids: frozenset[int]) -> StopRule | None:
+    """Engine, per request, quick. Once, before the request is queued: which tokens end it. None: the model's end tokens do."""
+    ...
+
+
+@hookspec(firstresult=True)
+def wants_prompt_logits(request: Request) -> bool | None:
+    """Engine, per request, quick. Once, before the request is queued: True when `token_logprobs` must see every prompt position.
+
+    Such a request never reads a prefix cache; its response says so.
+    """
+    ...
+
+
+@hookspec(firstresult=True)
+def match_prefix(request: Request, pool: BlockPool) -> PrefixMatch | None:
+    """Engine, per request, quick. When a request that holds no blocks is about to be scheduled (first time, and after preemption).
+    All its requests.
+
+    Return full blocks that hold the K/V of the beginning of `request.tokens`, in order; never all of its tokens: at least one is
+    left to compute. The core takes a reference on each (`pool.share`) in the same transaction; the plugin must not.
+    """
+    ...
+
+
+@hookspec
+def limit_chunk(request: Request, wanted: int, step: StepView) -> int | None:
+    """Engine, per request, quick. Each step, for each request with prompt tokens to run: run at most this many of `wanted` now.
+
+    `wanted` already respects the step's budget. The smallest answer of all plugins counts; 0 leaves the request out of this step.
+    A plan is never empty while there is work: when all answers are 0 the first request runs one token. None: all of `wanted`.
+    When no plugin answers at all the prompt is run whole, in one step, even past the budget if it is the step's first prompt.
+    All its requests.
+    """
+    ...
+
+
+@hookspec
+def blocks_filled(request: Request, first: int, last: int, pool: BlockPool) -> None:
+    """Engine, per request, quick. After a step in which the request's blocks[first:last] became full: their K/V is written and their
+    tokens are final. All its requests. At most once per block and stay in the pool."""
+
+
+@hookspec
+def block_evicted(block_id: int) -> None:
+    """Engine, engine-wide, quick. The pool is about to hand out a block that was retained (see BlockPool.retain): forget its contents."""
+
+
+@hookspec
+def request_removed(request: Request) -> None:
+    """Engine, per request, quick. Once, at the request's one end, whatever it was; its blocks are still in its table. All its requests."""
+
+
+@hookspec
+def step_finished(plan: StepPlan, result: StepResult, seconds: float) -> None:
+    """Engine, engine-wide, quick. After each step, with the wall time from plan to result in seconds."""
+
+
+# ================================================ worker ===========================================================================
+
+
+@hookspec(firstresult=True)
+def attention_backend(layout: KVLayout) -> AttentionBackend | None:
+    """Worker, slot "attention", compute. Once when the plugin takes the slot. None: it can't serve this layout (and the slot falls
+    back to core's)."""
+    ...
+
+
+@hookspec
+def worker_request_added(request: WorkerRequestState) -> None:
+    """Worker, per request, compute. When the worker first sees the request, and again after each preemption (state was dropped;
+    `request.tokens` then includes what was generated). Build state in `request.stash` from `request.tokens` and
+    `request.num_prompt_tokens`. Claimed fields are in `request.fields`."""
+
+
+@hookspec
+def adjust_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Worker, per request, compute. Each step before temperature: change `logits` in place. For masks, bias and penalties.
+
+    logits: float32 [len(rows), vocab_size], one row for each of `rows`, which belong to requests that use the plugin. A row's known
+    tokens are `row.tokens` (all before the position to be sampled). -inf bans an id; a row with no finite entry is the request's error.
+    Rows of different requests must not influence each other.
+    """
+
+
+@hookspec
+def filter_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
+    """Worker, per request, compute. Each step after temperature was applied: ban ids with -inf, in place (top-k, top-p, ...). Shapes as in
+    `adjust_logits`. Not called for greedy rows (temperature 0)."""
+
+
+@hookspec
+def token_logprobs(
+    raw: torch.Tensor, processed: torch.Tensor | None, rows: Sequence[SampleRow], token_ids: Sequence[int]
+) -> Sequence[TokenLogprobs | None] | None:
+    """Worker, per request, compute. After sampling, and for prompt positions of requests that want them (then `row.is_prompt`).
+
+    raw: float32 [len(rows), vocab_size], the model's logits. processed: what was sampled from (after temperature and filters), None
+    for prompt rows. token_ids: the token that stands at each row's position. One entry for each row.
+    """
+    ...

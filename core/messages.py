@@ -1,0 +1,189 @@
+"""What front and engine say to each other: typed, versioned, plain data over one Unix socket pair (see ipc.py).
+
+A peer's bytes are decoded strictly against these types; nothing is unpickled. The wire's preamble and the first message each way carry
+PROTOCOL_VERSION.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from .config import Config
+from .errors import ErrorInfo
+from .plan import StepPlan, TokenLogprobs
+from .request import AdmittedRequest
+
+PROTOCOL_VERSION = 1
+
+
+# ---- front -> engine ------------------------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message to a new engine process: start with this configuration and these switches."""
+
+    version: int
+    config: Config
+    features: tuple[str, ...]
+    spawned: float = 0.0
+    """Unix seconds at which the front started the process; 0 when unknown."""
+
+
+class Add(msgspec.Struct, frozen=True, tag=True):
+    requests: list[AdmittedRequest]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End these requests if they are still open; unknown ids are ignored (they may just have ended)."""
+
+    request_ids: list[str]
+    reason: Literal["cancelled", "stop", "deadline"] = "cancelled"
+
+
+class SetFeatures(msgspec.Struct, frozen=True, tag=True):
+    """Switch plugins between two steps, all or none; answered by a Reply whose value is the effective state."""
+
+    call_id: int
+    changes: dict[str, bool]
+
+
+class Query(msgspec.Struct, frozen=True, tag=True):
+    """Ask the engine something; answered by a Reply. what: "plans" (args: last), "integrity", "stats"."""
+
+    call_id: int
+    what: str
+    args: dict[str, Any] = {}
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Stop after the current step; open requests get no further output."""
+
+
+FrontMessage = Hello | Add | Cancel | SetFeatures | Query | Shutdown
+
+
+# ---- engine -> front ------------------------------------------------------------------------------------------------------------
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine found out while it started; limits that admission upholds."""
+
+    version: int
+    model: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    """Longest sequence in tokens that the model, the setting and the KV pool allow."""
+    block_size: int
+    num_blocks: int
+    weights_bytes: int
+    kv_bytes_per_token: int
+    eos_token_ids: tuple[int, ...]
+    lossless: bool
+    """Whether the kernels in force hold the determinism contract."""
+    lossless_reason: str = ""
+    phases: dict[str, float] = {}
+    """Seconds of each start-up phase, in order."""
+    read_bytes_per_second: float = 0.0
+    """The machine's measured limits, as in WorkerInfo."""
+    flops_per_second: float = 0.0
+    pid: int = 0
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The engine can't start, or can't go on; it exits after this."""
+
+    error: ErrorInfo
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent about every second from the engine's event loop, also while a step computes and while it loads."""
+
+    step_id: int
+    step_age: float
+    """Seconds since the step that computes now began; 0 when none does."""
+    loop_lag: float
+    """How late the engine's event loop woke, in seconds."""
+    phase: str = ""
+    """What start-up is doing; "" once ready."""
+    cpu_seconds: float = 0.0
+    """CPU time of the engine process since it started."""
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """A request's one end."""
+
+    reason: Literal["stop", "length", "cancelled", "error"]
+    stop_token: int | None = None
+    """The stop token id that ended it (not among the tokens to show)."""
+    error: ErrorInfo | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
+    notes: dict[str, str] = {}
+    features: tuple[str, ...] = ()
+    """Plugins in force at the end."""
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One step in numbers, for metrics and logs. Times in seconds."""
+
+    step_id: int
+    started: float
+    """Unix seconds."""
+    duration: float
+    phases: dict[str, float]
+    num_requests: int
+    prompt_tokens: int
+    decode_tokens: int
+    running: int
+    waiting: int
+    free_blocks: int
+    num_blocks: int
+    preempted: int
+    allocation_failures: int
+    bytes_moved: int
+    flops: int
+    counters: dict[str, float] = {}
+    cpu_seconds: float = 0.0
+    """CPU time of the engine process since it started."""
+
+
+class StepOutput(msgspec.Struct, kw_only=True, tag=True):
+    """All that one step (or the intake before it) gave to clients; one message a step."""
+
+    step_id: int
+    tokens: dict[str, list[int]] = {}
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    finished: dict[str, Finish] = {}
+    report: StepReport | None = None
+
+
+class Reply(msgspec.Struct, frozen=True, tag=True):
+    call_id: int
+    value: Any = None
+    error: ErrorInfo | None = None
+
+
+class PluginDisabled(msgspec.Struct, frozen=True, tag=True):
+    """A plugin failed outside any one request and was switched off, or must refuse new requests because it enforces something."""
+
+    name: str
+    error: ErrorInfo
+    refuses_new: bool
+
+
+EngineMessage = Ready | Failed | Heartbeat | StepOutput | Reply | PluginDisabled
+
+
+class PlansReply(msgspec.Struct, frozen=True):
+    """Value of the reply to Query("plans")."""
+
+    plans: list[StepPlan]

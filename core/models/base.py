@@ -1,0 +1,70 @@
+"""The contract of a model that the runner can drive. No implementation here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..worker.attention import AttentionBackend, AttentionBatch, KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the rest of the engine needs to know about a loaded model."""
+
+    architecture: str
+    vocab_size: int
+    """Columns of the logits (padding of the embedding table included)."""
+    max_model_len: int
+    hidden_size: int
+    num_heads: int
+    weights_bytes: int
+    linear_params: int
+    """Parameters that every token is multiplied with (experts counted as often as they are used), LM head excluded."""
+    head_params: int
+    """Parameters of the LM head, multiplied with sampled rows only."""
+    eos_token_ids: tuple[int, ...]
+    lossless: bool = True
+    lossless_reason: str = ""
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step's tokens, all requests behind each other."""
+
+    token_ids: torch.Tensor
+    """int64 [T]."""
+    positions: torch.Tensor
+    """int64 [T]: position of each token in its own sequence."""
+    attention: AttentionBatch
+
+
+@dataclass(slots=True)
+class KVCache:
+    """The paged cache: one K and one V tensor a layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+
+class CausalModel(ABC):
+    """A decoder with its weights. Stateless: everything that lasts is in the KVCache."""
+
+    spec: ModelSpec
+
+    @abstractmethod
+    def kv_layout(self, block_size: int) -> KVLayout: ...
+
+    @abstractmethod
+    def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
+        """Run all tokens; write their K/V. Returns the final, normalised hidden states [T, hidden_size].
+
+        Bit for bit, a row depends only on its own request's tokens up to it (if `spec.lossless`)."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [R, hidden_size], any R >= 1. Returns float32 [R, vocab_size], soft-capped and scaled as the model defines."""

@@ -1,0 +1,102 @@
+"""What one step is: the plan the scheduler makes, the work order the worker gets, the result it gives back.
+
+All of it is plain, serialisable data (msgspec structs), so that the worker may be a thread or a process, and so that a recording
+of plans explains a run. Token counts are in tokens, times in seconds, block ids are indices into the KV pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .errors import ErrorInfo
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's decision, as published on the bus. Decode is n=1, a prompt chunk is n=k, drafts to verify are n=1+k."""
+
+    step_id: int
+    num_tokens: dict[str, int]
+    """`{request_id: tokens to run in this step}`; never empty, every n >= 1, in the order in which the worker runs them."""
+    budget: int
+    """The token budget that was in force (a whole, unchunked prompt may pass it when it runs alone among prompts)."""
+    free_blocks: int
+    """Blocks that could still be handed out after this plan took its own (free and evictable)."""
+    preempted: tuple[str, ...] = ()
+    """Requests that lost their blocks while this plan was made."""
+    num_prompt_tokens: int = 0
+    """How many of the planned tokens belong to prompts (or to recomputation after preemption)."""
+    waiting: int = 0
+    running: int = 0
+
+
+class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request as the worker first sees it, or sees it again after preemption (then `tokens` includes what was generated)."""
+
+    request_id: str
+    tokens: list[int]
+    """Prompt, then tokens generated so far."""
+    num_prompt_tokens: int
+    num_computed: int
+    """Tokens whose K/V is already in `blocks` (prefix hits)."""
+    blocks: list[int]
+    """The block table's beginning; grows by `StepInput.new_blocks`."""
+    temperature: float
+    seed: int
+    choice: int
+    features: tuple[str, ...]
+    fields: dict[str, Any]
+    prompt_logits: bool = False
+    """`token_logprobs` must see every prompt position of it."""
+
+
+class StepInput(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker's order for one step. Messages are applied in step order; the worker keeps each request's tokens, its count of
+    computed tokens and its block table from one step to the next.
+
+    After running n tokens of a request the worker samples exactly when computed + n reaches the number of tokens it knows, and
+    appends the sampled token itself: the next plan may already count on it.
+    """
+
+    step_id: int
+    num_tokens: dict[str, int]
+    new: list[WorkerRequest] = []
+    new_blocks: dict[str, list[int]] = {}
+    dropped: list[str] = []
+    """Finished, cancelled or preempted since the last step: forget them before anything else."""
+    features: tuple[str, ...] | None = None
+    """The switches in force from this step on, when they changed."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Logprobs of one position: the token that stands there and the most likely alternatives (natural log)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class StepResult(msgspec.Struct, kw_only=True):
+    """What a step gave. A request appears in at most one of `sampled` and `errors`."""
+
+    step_id: int
+    sampled: dict[str, list[int]]
+    """New token ids by request: one per request that sampled (more when drafts were accepted); absent for partial chunks."""
+    logprobs: dict[str, list[TokenLogprobs]] = {}
+    """As many entries as `sampled` has tokens, for requests that asked."""
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+    """For prompt positions run in this step: position i of the step predicts prompt token i+1; the first token has no entry."""
+    errors: dict[str, ErrorInfo] = {}
+    """Requests that failed alone (a plugin raised on them)."""
+    phases: dict[str, float] = {}
+    """Seconds by phase: "prepare", "forward", "logits", "sample"; plus "cpu" (the worker's process or thread CPU time)."""
+    bytes_moved: int = 0
+    """Weights plus K/V read and written, as the model's arithmetic says (not a hardware counter)."""
+    flops: int = 0
+    """Floating-point operations of linears and causal attention, counted like `bytes_moved`."""
+    counters: dict[str, float] = {}
+    """Plugin-owned counters, by `plugin.name`."""

@@ -1,0 +1,85 @@
+"""The contract of the "attention" slot: paged attention over block tables. No implementation here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Shape of the paged cache: per layer one K and one V tensor [num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    num_layers: int
+    num_kv_heads: tuple[int, ...]
+    """By layer."""
+    head_dim: tuple[int, ...]
+    """By layer (of K and V alike)."""
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(2 * h * d for h, d in zip(self.num_kv_heads, self.head_dim, strict=True)) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What a layer asks of attention."""
+
+    scale: float
+    window: int | None = None
+    """Sliding window in tokens: position i sees positions j with i - window < j <= i. None: all j <= i."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap), before masking."""
+
+
+@dataclass(slots=True)
+class AttentionBatch:
+    """One step's ragged batch: request r's new tokens are rows query_start[r] : query_start[r+1] of the flat token dimension."""
+
+    query_start: list[int]
+    """len = num_requests + 1, starts at 0, strictly increasing."""
+    context_len: list[int]
+    """Tokens of each request that have K/V once this step's are written (old + new)."""
+    block_tables: list[list[int]]
+    """Each request's blocks in order; covers at least context_len tokens."""
+    slots: torch.Tensor
+    """int64 [T]: where each new token's K/V goes: block_id * block_size + offset."""
+    prepared: Any = None
+    """Whatever the backend's `prepare` returned."""
+
+
+class AttentionBackend(ABC):
+    """One implementation of paged attention. Must not depend, for a row, on the other rows of the batch (if `invariant`)."""
+
+    name: ClassVar[str]
+    invariant: ClassVar[bool]
+    """Holds the determinism contract: a row's result depends on its own position and K/V as stored only, bit by bit."""
+
+    @abstractmethod
+    def prepare(self, batch: AttentionBatch) -> Any:
+        """Once a step, before the first layer: index tensors that all layers share. Stored as `batch.prepared`."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Write k, v into the cache at `batch.slots`, then attend causally over everything stored.
+
+        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim] (num_heads is a multiple; head h reads KV head
+        h // (num_heads // num_kv_heads)); caches: [num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        Returns [T, num_heads, head_dim] in q's dtype; sums are kept in float32. K/V is read back as stored, the new tokens' included.
+        """

@@ -1,0 +1,57 @@
+"""The contract between engine and worker: four coroutines over serialisable messages. No implementation here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import msgspec
+
+from ..plan import StepInput, StepResult
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the worker found out while it loaded the model."""
+
+    model: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    """Tokens the model itself can take (before KV memory and settings)."""
+    eos_token_ids: tuple[int, ...]
+    weights_bytes: int
+    kv_bytes_per_token: int
+    free_bytes: int
+    """Memory that is free once the weights are loaded (the cgroup's limit counts)."""
+    lossless: bool
+    lossless_reason: str = ""
+    phases: dict[str, float] = {}
+    """Seconds by start-up phase: "import", "weights", ..."""
+    read_bytes_per_second: float = 0.0
+    """Measured while loading: what this machine reads from memory (kernels/torch_ops/limits.py)."""
+    flops_per_second: float = 0.0
+    """Measured while loading: what its plain matrix product reaches in the model's dtype."""
+
+
+class Worker(ABC):
+    """Owns the model, the K/V tensors and every request's sampling state. One call at a time; messages apply in order.
+
+    Raises WorkerError when a step fails as a whole (the engine then fails the requests in it and goes on when it can), ModelError
+    from `load`. A worker process that dies makes `execute` raise EngineDiedError: the engine exits and is restarted.
+    """
+
+    @abstractmethod
+    async def load(self) -> WorkerInfo:
+        """Load the model. Runs off the event loop; may take minutes."""
+
+    @abstractmethod
+    async def allocate(self, num_blocks: int) -> None:
+        """Make the K/V tensors. Called once, after `load`."""
+
+    @abstractmethod
+    async def execute(self, order: StepInput) -> StepResult:
+        """Run one step. The event loop stays free while it computes."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop after the current step; free everything. Safe to call twice."""

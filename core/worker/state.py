@@ -1,0 +1,53 @@
+"""What the worker knows about a request, and the rows it samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..plugin import Stash
+
+if TYPE_CHECKING:
+    from ..host import HookTable
+    from ..plan import WorkerRequest
+
+
+class WorkerRequestState:
+    """The worker's own copy of a request; plugins write only `stash`."""
+
+    __slots__ = (
+        "blocks", "choice", "computed", "fields", "hooks", "num_prompt_tokens", "prompt_logits", "request_id", "seed", "stash",
+        "temperature", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, order: WorkerRequest, hooks: HookTable) -> None:
+        self.request_id = order.request_id
+        self.tokens: list[int] = list(order.tokens)
+        """Prompt, then output."""
+        self.num_prompt_tokens = order.num_prompt_tokens
+        self.computed = order.num_computed
+        self.blocks: list[int] = list(order.blocks)
+        self.temperature = order.temperature
+        self.seed = order.seed
+        self.choice = order.choice
+        self.fields: dict[str, Any] = order.fields
+        self.prompt_logits = order.prompt_logits
+        self.hooks = hooks
+        self.stash = Stash()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits: it predicts the token at `position` of `request`."""
+
+    request: WorkerRequestState
+    position: int
+    """Index of the predicted token in the sequence (prompt plus output); the random key's counter."""
+    is_prompt: bool = False
+    """True for a prompt position whose token is already known (prompt logprobs)."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens before `position`. Do not change the list."""
+        known = self.request.tokens
+        return known if len(known) == self.position else known[: self.position]

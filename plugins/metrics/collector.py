@@ -1,0 +1,249 @@
+"""Counts what the front's bus tells. Metric names and meanings are in the table of docs/metrics.md; a test compares the two."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import choose_encoder
+
+from ...core.front.events import EngineDied, EngineStarted, FeatureChange, LoopLag, RequestAdmitted, RequestRecord, RequestRefused
+from ...core.messages import StepReport
+
+if TYPE_CHECKING:
+    from ...core.contexts import FrontContext
+    from . import MetricsSettings
+
+log = structlog.get_logger(__name__)
+
+PROMPT_BUCKETS = (128, 512, 2048, 8192)
+LATENCY = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+def prompt_bucket(tokens: int) -> str:
+    """The label of a prompt's length: "le_128", ..., "gt_8192"."""
+    return next((f"le_{bound}" for bound in PROMPT_BUCKETS if tokens <= bound), f"gt_{PROMPT_BUCKETS[-1]}")
+
+
+class Collector:
+    """One registry of its own, filled by listeners on the bus; `close` takes them away."""
+
+    def __init__(self, front: FrontContext, settings: MetricsSettings) -> None:
+        self.registry = CollectorRegistry()
+        self._front = front
+        self._idle = IdleAlarm(settings.idle_alarm_fraction, settings.idle_alarm_window)
+        self._allocation_failures = 0
+        self._cpu: dict[str, float] = {}
+        self._make_step_metrics()
+        self._make_request_metrics()
+        self._make_process_metrics()
+        bus = front.bus
+        self._listeners = [
+            bus.listen(self._on_step, StepReport),
+            bus.listen(self._on_admitted, RequestAdmitted),
+            bus.listen(self._on_request, RequestRecord),
+            bus.listen(self._on_refused, RequestRefused),
+            bus.listen(self._on_lag, LoopLag),
+            bus.listen(self._on_started, EngineStarted),
+            bus.listen(self._on_died, EngineDied),
+            bus.listen(self._on_change, FeatureChange),
+        ]
+        if (info := front.info()) is not None:
+            self._on_started(EngineStarted(info, 0))
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The metrics in the text format that the Accept header asks for, and its content type."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self.registry), content_type
+
+    # ---- definitions ------------------------------------------------------------------------------------------------------------
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(f"tokenbus_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(f"tokenbus_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+        return Histogram(f"tokenbus_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _make_step_metrics(self) -> None:
+        self.running = self._gauge("requests_running", "Requests that hold KV blocks")
+        self.waiting = self._gauge("requests_waiting", "Requests in the engine's queue")
+        self.free_blocks = self._gauge("kv_blocks_free", "KV blocks that can be handed out (free and evictable)")
+        self.total_blocks = self._gauge("kv_blocks_total", "KV blocks in the pool")
+        self.kv_usage = self._gauge("kv_usage_ratio", "Share of KV blocks that requests hold")
+        self.steps = self._counter("steps", "Engine steps")
+        self.step_seconds = self._histogram("step_seconds", "Wall time of a step, from plan to result", LATENCY)
+        self.step_requests = self._histogram("step_requests", "Requests in a step", LENGTHS)
+        self.step_prompt = self._histogram("step_prompt_tokens", "Prompt tokens in a step", LENGTHS)
+        self.step_decode = self._histogram("step_decode_tokens", "Decode tokens in a step", LENGTHS)
+        self.phase_seconds = self._counter("step_phase_seconds", "Wall time of steps by phase", ("phase",))
+        self.preemptions = self._counter("preemptions", "Requests that lost their KV blocks and were queued again")
+        self.allocation_failures = self._counter("kv_allocation_failures", "Times the pool had too few blocks")
+        self.bytes_moved = self._counter("step_bytes", "Weights and K/V that steps had to move, by formula")
+        self.flops = self._counter("step_flops", "Floating-point operations of steps, by formula")
+        self.bandwidth_share = self._gauge(
+            "step_bandwidth_ratio", "Last step: bytes per second over the measured read bandwidth"
+        )
+        self.flops_share = self._gauge("step_flops_ratio", "Last step: operations per second over the measured matmul rate")
+        self.idle_seconds = self._counter(
+            "idle_while_busy_seconds", "Time in which requests waited or ran but no step computed"
+        )
+        self.idle_alarm = self._gauge(
+            "alarm_queue_busy_device_idle", "1 while that time passes the alarm's fraction of its window"
+        )
+
+    def _make_request_metrics(self) -> None:
+        by_prompt = ("prompt",)
+        self.ttft = self._histogram("ttft_seconds", "Time to first token, by prompt length", LATENCY, by_prompt)
+        self.itl = self._histogram("inter_token_latency_seconds", "Time between tokens of a request", LATENCY, by_prompt)
+        self.e2e = self._histogram("e2e_seconds", "Time from arrival to the end of a request", LATENCY, by_prompt)
+        self.started = self._counter("requests_started", "Choices handed to the engine: those finished plus those open")
+        self.open = self._gauge("requests_open", "Choices handed to the engine that have not ended")
+        self.finished = self._counter("requests_finished", "Choices by finish reason and arm", ("reason", "arm"))
+        self.refused = self._counter("requests_refused", "API requests refused before admission", ("status", "kind"))
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
+        self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens of ended requests that a cache gave")
+        self.output_tokens = self._counter("output_tokens", "Tokens generated for ended requests")
+        self.tokenize_seconds = self._counter("tokenize_seconds", "Time spent tokenising prompts")
+        self.template_seconds = self._counter("template_seconds", "Time spent in chat templates")
+
+    def _make_process_metrics(self) -> None:
+        self.cpu = self._counter("process_cpu_seconds", "CPU time by process", ("process",))
+        self.lag = self._histogram("loop_lag_seconds", "How late an event loop woke", LATENCY, ("process",))
+        self.deaths = self._counter("engine_deaths", "Engine processes that ended while they should have run")
+        self.restarts = self._gauge("engine_restarts", "Restarts of the engine since the server began")
+        self.changes = self._counter("feature_changes", "Live switch changes")
+        self.machine_bandwidth = self._gauge("machine_read_bytes_per_second", "Memory read bandwidth measured at start")
+        self.machine_flops = self._gauge(
+            "machine_flops_per_second", "Matrix product rate measured at start, in the model's dtype"
+        )
+
+    # ---- events -----------------------------------------------------------------------------------------------------------------
+
+    def _on_step(self, step: StepReport) -> None:
+        self.running.set(step.running)
+        self.waiting.set(step.waiting)
+        self.free_blocks.set(step.free_blocks)
+        self.total_blocks.set(step.num_blocks)
+        self.kv_usage.set(1 - step.free_blocks / step.num_blocks if step.num_blocks else 0)
+        if step.num_requests:
+            self._count_step(step)
+        self.preemptions.inc(step.preempted)
+        self.allocation_failures.inc(max(0, step.allocation_failures - self._allocation_failures))
+        self._allocation_failures = step.allocation_failures
+        self._count_cpu("engine", step.cpu_seconds)
+        idle = self._idle.step(step.started, step.duration, busy=step.running + step.waiting > 0)
+        self.idle_seconds.inc(idle)
+        self.idle_alarm.set(self._idle.alarm)
+
+    def _count_step(self, step: StepReport) -> None:
+        self.steps.inc()
+        self.step_seconds.observe(step.duration)
+        self.step_requests.observe(step.num_requests)
+        self.step_prompt.observe(step.prompt_tokens)
+        self.step_decode.observe(step.decode_tokens)
+        for phase, seconds in step.phases.items():
+            self.phase_seconds.labels(phase).inc(max(0.0, seconds))
+        self.bytes_moved.inc(step.bytes_moved)
+        self.flops.inc(step.flops)
+        info = self._front.info()
+        if info is not None and step.duration > 0:
+            if info.read_bytes_per_second:
+                self.bandwidth_share.set(step.bytes_moved / step.duration / info.read_bytes_per_second)
+            if info.flops_per_second:
+                self.flops_share.set(step.flops / step.duration / info.flops_per_second)
+
+    def _on_admitted(self, admitted: RequestAdmitted) -> None:
+        self.started.inc()
+        self.open.inc()
+
+    def _on_request(self, record: RequestRecord) -> None:
+        label = prompt_bucket(record.prompt_tokens)
+        self.open.dec()
+        self.finished.labels(record.finish_reason, record.arm).inc()
+        if record.ttft is not None:
+            self.ttft.labels(label).observe(record.ttft)
+        itl = self.itl.labels(label)
+        for gap in record.gaps:
+            itl.observe(gap)
+        self.e2e.labels(label).observe(record.e2e)
+        self.prompt_tokens.inc(record.prompt_tokens)
+        self.cached_tokens.inc(record.cached_tokens)
+        self.output_tokens.inc(record.output_tokens)
+        self.tokenize_seconds.inc(max(0.0, record.tokenize_seconds))
+        self.template_seconds.inc(max(0.0, record.template_seconds))
+
+    def _on_refused(self, refused: RequestRefused) -> None:
+        self.refused.labels(str(refused.status), refused.kind).inc()
+
+    def _on_lag(self, lag: LoopLag) -> None:
+        self.lag.labels(lag.process).observe(lag.seconds)
+        self._count_cpu(lag.process, lag.cpu_seconds)
+
+    def _on_started(self, started: EngineStarted) -> None:
+        self.restarts.set(started.restarts)
+        self.machine_bandwidth.set(started.info.read_bytes_per_second)
+        self.machine_flops.set(started.info.flops_per_second)
+        self.total_blocks.set(started.info.num_blocks)
+        self.free_blocks.set(started.info.num_blocks)
+        self._allocation_failures = 0
+        self._cpu.pop("engine", None)
+
+    def _on_died(self, died: EngineDied) -> None:
+        self.deaths.inc()
+        self.running.set(0)
+        self.waiting.set(0)
+        self._idle.forget()
+
+    def _on_change(self, change: FeatureChange) -> None:
+        self.changes.inc()
+
+    def _count_cpu(self, process: str, total: float) -> None:
+        before = self._cpu.get(process, 0.0)
+        if total > before:
+            self.cpu.labels(process).inc(total - before)
+            self._cpu[process] = total
+
+
+class IdleAlarm:
+    """Watches for "queue busy, device idle": gaps between steps although requests waited or ran when the last step ended."""
+
+    def __init__(self, fraction: float, window: float) -> None:
+        self.fraction = fraction
+        self.window = window
+        self.alarm = False
+        self._gaps: deque[tuple[float, float]] = deque()
+        self._ended: float | None = None
+        self._busy = False
+
+    def step(self, started: float, duration: float, *, busy: bool) -> float:
+        """A step began at `started` (Unix seconds); `busy`: work was left when it ended. Returns the idle seconds before it."""
+        idle = 0.0
+        if self._ended is not None and self._busy:
+            idle = max(0.0, started - self._ended)
+            self._gaps.append((started, idle))
+        self._ended = started + duration
+        self._busy = busy
+        horizon = self._ended - self.window
+        while self._gaps and self._gaps[0][0] < horizon:
+            self._gaps.popleft()
+        alarm = sum(gap for _, gap in self._gaps) > self.fraction * self.window
+        if alarm and not self.alarm:
+            log.warning("queue_busy_device_idle", window_seconds=self.window, fraction=self.fraction, at=time.time())
+        self.alarm = alarm
+        return idle
+
+    def forget(self) -> None:
+        """The engine died: the gap until the next one's first step is not idleness."""
+        self._ended = None
+        self._busy = False

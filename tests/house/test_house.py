@@ -1,0 +1,175 @@
+"""Rules of the house: who may import whom, what is packaged, what is public, and that documents say what is."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tokenbus
+
+ROOT = Path(tokenbus.__file__).parent
+PACKAGES = ("core", "plugins", "kernels")
+SOURCES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py"))
+PLUGINS_MAY_USE = {
+    "core.bus",
+    "core.contexts",
+    "core.errors",
+    "core.front.events",
+    "core.hooks",
+    "core.kv.pool",
+    "core.messages",
+    "core.params",
+    "core.plan",
+    "core.plugin",
+    "core.policy",
+    "core.request",
+    "core.worker.attention",
+    "core.worker.state",
+}
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path):
+    """Modules of this package that a file imports, with dots from the root ("core.plan"), whether or not under TYPE_CHECKING."""
+    here = module_of(path).split(".")
+    package = here if path.name == "__init__.py" else here[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            base = (node.module or "").split(".") if node.module else []
+            if node.level:
+                base = package[: len(package) - node.level + 1] + base
+            elif base[:1] == ["tokenbus"]:
+                base = base[1:]
+            else:
+                continue
+            for alias in node.names:
+                full = ".".join([*base, alias.name])
+                yield (
+                    full
+                    if (ROOT / full.replace(".", "/")).is_dir() or (ROOT / (full.replace(".", "/") + ".py")).exists()
+                    else ".".join(base)
+                )
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "tokenbus":
+                    yield alias.name.removeprefix("tokenbus").removeprefix(".")
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "core")], ids=module_of)
+def test_core_does_not_import_plugins(path):
+    assert [name for name in imports_of(path) if name.startswith("plugins")] == []
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "kernels")], ids=module_of)
+def test_kernels_know_no_engine(path):
+    assert [name for name in imports_of(path) if not name.startswith("kernels")] == []
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "plugins")], ids=module_of)
+def test_plugins_use_only_what_third_parties_may(path):
+    own = ".".join(module_of(path).split(".")[:2])
+    for name in imports_of(path):
+        assert name in PLUGINS_MAY_USE or name.startswith(("kernels", own)), f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_of)
+def test_imports_inside_the_package_are_relative(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        assert not [name for name in names if name.split(".")[0] == "tokenbus"]
+
+
+def test_the_list_of_packages_is_complete():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    real = ["tokenbus"] + [
+        "tokenbus." + str(path.parent.relative_to(ROOT)).replace("/", ".")
+        for top in PACKAGES
+        for path in (ROOT / top).rglob("__init__.py")
+    ]
+    assert sorted(declared) == sorted(real)
+    folders = {path.parent for path in SOURCES}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_public_names_are_exactly_these_and_exist():
+    assert tokenbus.__all__ == [
+        "HOOK_API_VERSION",
+        "LLM",
+        "Completion",
+        "Plugin",
+        "PluginInfo",
+        "RequestOutput",
+        "SamplingParams",
+        "Stash",
+        "StashKey",
+        "TokenbusError",
+        "__version__",
+        "hookimpl",
+    ]
+    for name in tokenbus.__all__:
+        assert getattr(tokenbus, name) is not None
+    with pytest.raises(AttributeError):
+        _ = tokenbus.nothing
+
+
+def test_every_module_can_be_imported_alone_and_the_light_ones_stay_light():
+    """One fresh interpreter imports each module after dropping all others of the package: no import order is needed."""
+    modules = [
+        "tokenbus." + module_of(path) for path in SOURCES if path.name != "__main__.py" and not path.name.endswith("_main.py")
+    ]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    for old in [m for m in sys.modules if m == 'tokenbus' or m.startswith('tokenbus.')]:\n"
+        "        del sys.modules[old]\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    light = "import sys, tokenbus; assert not {'torch', 'transformers', 'aiohttp'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", light], check=True, timeout=60)
+
+
+def test_architecture_names_every_package_and_nothing_else():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    real = {str(path.parent.relative_to(ROOT)) + "/" for path in SOURCES if path.name == "__init__.py"}
+    named = {word.strip("`") for word in text.split() if word.startswith("`") and word.endswith("/`")}
+    assert real - named == set(), "packages that the document does not mention"
+    assert {n for n in named if n.split("/")[0] in PACKAGES} - real == set(), "packages that do not exist"
+    for word in {w.strip("`,.;:()") for w in text.split() if w.strip("`,.;:()").endswith(".py")}:
+        assert (ROOT / word).exists(), f"docs/architecture.md names {word}, which does not exist"
+
+
+def test_reference_pages_are_what_the_source_says():
+    spec = importlib.util.spec_from_file_location("gen_docs", ROOT / "scripts" / "gen_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    gen_docs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(gen_docs)
+    for name, page in gen_docs.PAGES.items():
+        written = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+        assert written == page(), f"docs/reference/{name} is out of date: run .venv/bin/python scripts/gen_docs.py"
+
+
+def test_no_file_speaks_of_a_machine():
+    """Paths and hosts of somebody's machine do not belong into the project."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".txt", ""} and path.is_file() and path != Path(__file__):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            for word in ("/work/", "/root/", "/tmp/dev"):
+                assert word not in text, f"{name} mentions {word}"
