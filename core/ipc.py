@@ -61,7 +61,9 @@ class Channel(Generic[In, Out]):
         """Write one message; waits while the peer is slow. Raises OSError when the peer is gone, ValueError when it is too long."""
         payload = self._encoder.encode(message)
         if len(payload) > self._max_frame:
-            raise ValueError(f"a {type(message).__name__} of {len(payload)} bytes is over the wire's limit of {self._max_frame}")
+            raise ValueError(
+                f"a {type(message).__name__} of {len(payload)} bytes is over the wire's limit of {self._max_frame}"
+            )
         self._writer.write(_LENGTH.pack(len(payload)) + payload)
         await self._writer.drain()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from .plugin import StashKey
 
 if TYPE_CHECKING:
     from .request import Request
@@ -43,46 +46,73 @@ class SchedulingPolicy(ABC):
 
     @abstractmethod
     def victim(self, running: Sequence[Request], now: float) -> Request:
-        """Which of the running requests (at least one; oldest admission to the batch first) gives its blocks back when they run out."""
+        """Which of the running requests (at least one; oldest admission to the batch first) gives its blocks back when they run out.
+
+        The answer must leave at least one request alone for as long as it runs (the oldest of the most urgent, say), or a full pool
+        may go round in circles.
+        """
 
     def displaces(self, waiting: Request, running: Sequence[Request], now: float) -> Request | None:
         """A running request that must make room for `waiting` when the batch or the pool is full. None: waiting waits."""
         return None
 
 
-class FcfsPolicy(SchedulingPolicy):
-    """First come, first served; the newest running request is the victim. Core's default."""
+ORDER: StashKey[int] = StashKey("order of arrival")
+"""A request's place among all that were ever queued: the same for every `OrderedPolicy`, so that swaps keep it."""
+
+_arrivals = itertools.count()
+
+
+class OrderedPolicy(SchedulingPolicy):
+    """A heap by `rank`, lowest first, ties by order of arrival. A rank must never change while its request waits.
+
+    Removal is lazy: the heap drops what is no longer waiting as it surfaces, and is rebuilt when more than half of it is gone.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self._waiting: dict[str, Request] = {}
+        self._heap: list[tuple[float, int, Request]] = []
+
+    @abstractmethod
+    def rank(self, request: Request) -> float: ...
 
     def add(self, request: Request, *, preempted: bool, now: float) -> None:
-        if not preempted:
-            self._queue.append(request)
-            return
-        # a preempted request came before everybody who was never started; among the preempted, arrival decides
-        index = 0
-        for other in self._queue:
-            if other.preemptions == 0 or other.arrival > request.arrival:
-                break
-            index += 1
-        self._queue.insert(index, request)
+        order = request.stash.get(ORDER)
+        if order is None:
+            order = request.stash[ORDER] = next(_arrivals)
+        self._waiting[request.request_id] = request
+        heapq.heappush(self._heap, (self.rank(request), order, request))
 
     def peek(self, now: float) -> Request | None:
-        return self._queue[0] if self._queue else None
+        heap, waiting = self._heap, self._waiting
+        while heap and heap[0][2].request_id not in waiting:
+            heapq.heappop(heap)
+        return heap[0][2] if heap else None
 
     def pop(self, request: Request) -> None:
-        assert self._queue[0] is request
-        self._queue.popleft()
+        if not self._heap or self._heap[0][2] is not request:
+            raise ValueError(f"{request!r} is not at the head of the queue")
+        heapq.heappop(self._heap)
+        del self._waiting[request.request_id]
 
     def remove(self, request: Request) -> None:
-        self._queue.remove(request)
+        del self._waiting[request.request_id]
+        if len(self._heap) > 2 * len(self._waiting) + 16:
+            self._heap = [entry for entry in self._heap if entry[2].request_id in self._waiting]
+            heapq.heapify(self._heap)
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._queue)
+        return iter(tuple(self._waiting.values()))
+
+
+class FcfsPolicy(OrderedPolicy):
+    """First come, first served; the newest running request is the victim. Core's default."""
+
+    def rank(self, request: Request) -> float:
+        return 0.0
 
     def victim(self, running: Sequence[Request], now: float) -> Request:
-        return running[-1]
+        return max(running, key=lambda request: request.stash.get(ORDER) or 0)

@@ -233,6 +233,14 @@ def _gemma_common(c: _Reader) -> Json:
     }
 
 
+def _gemma(c: _Reader) -> DecoderConfig:
+    # the first checkpoints say hidden_act "gelu" and mean its tanh form
+    act = c.get("hidden_activation") or c.get("hidden_act", "gelu")
+    c.data["hidden_activation"] = "gelu_pytorch_tanh" if act == "gelu" else act
+    common = _gemma_common(c) | {"attention_scale": c.head_dim**-0.5, "sandwich_norm": False}
+    return DecoderConfig(**common, layers=c.layers(c.rope(), [None] * c.num_layers))
+
+
 def _gemma2(c: _Reader) -> DecoderConfig:
     types = ["full_attention" if i % 2 else "sliding_attention" for i in range(c.num_layers)]
     windows = c.windows(c.get("layer_types", types), c.get("sliding_window", 4096))
@@ -265,6 +273,7 @@ FAMILIES: dict[str, _Family] = {
     "qwen2": _Family("Qwen2ForCausalLM", _qwen2),
     "qwen3": _Family("Qwen3ForCausalLM", _qwen3),
     "qwen3_moe": _Family("Qwen3MoeForCausalLM", _qwen3_moe),
+    "gemma": _Family("GemmaForCausalLM", _gemma),
     "gemma2": _Family("Gemma2ForCausalLM", _gemma2),
     "gemma3_text": _Family("Gemma3ForCausalLM", _gemma3),
     "phi3": _Family("Phi3ForCausalLM", _phi3),

@@ -1,0 +1,148 @@
+"""Chunked prefill: long prompts are run in pieces, so that running streams go on and short prompts are not stuck behind long ones.
+
+How much: the allowance
+-----------------------
+Each step runs at most an allowance of prompt tokens, all prompts together.
+
+    fixed       `chunk_size`
+    adaptive    what keeps the step near `slow_down` times the time of a step without prompts, by live measurement:
+                (slow_down - 1) * T / c, with T seconds a step of decodes and c seconds a prompt token (both smoothed exponentially);
+                `chunk_size` until both are known; the whole budget while nothing decodes. Never below `min_chunk`.
+
+Who gets it: shares
+-------------------
+Prompts are asked oldest first. From the allowance that is left, a prompt leaves as much as the prompts with fewer tokens to go still need,
+so the shortest is done first; but the oldest always gets a quarter of the allowance, so a long prompt advances whatever comes after it.
+A prompt is counted when it was queued since the last step or was asked about in it: others can't run now and nothing is kept for them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from ...core.plugin import Plugin, PluginInfo, hookimpl
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from ...core.contexts import StepView
+    from ...core.plan import StepPlan, StepResult
+    from ...core.plugin import Role
+    from ...core.request import Request
+
+SMOOTHING = 0.2
+"""Weight of the newest measurement."""
+OLDEST_SHARE = 4
+"""The oldest prompt gets at least 1/4 of the allowance."""
+
+
+class ChunkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    mode: Literal["adaptive", "fixed"] = "adaptive"
+    chunk_size: Annotated[int, msgspec.Meta(ge=1)] = 128
+    """Prompt tokens a step runs at most: always in fixed mode, until there are measurements in adaptive mode."""
+    slow_down: Annotated[float, msgspec.Meta(gt=1)] = 3.0
+    """How many times longer than without prompts a step may take (adaptive mode)."""
+    min_chunk: Annotated[int, msgspec.Meta(ge=1)] = 16
+    """Prompt tokens a step may always run (adaptive mode)."""
+
+
+class StepTimes:
+    """Smoothed times from live steps, in seconds; None until measured."""
+
+    def __init__(self) -> None:
+        self.decode_step: float | None = None
+        self.prompt_token: float | None = None
+
+    def learn(self, num_requests: int, prompt_tokens: int, seconds: float) -> None:
+        if not prompt_tokens:
+            self.decode_step = _smooth(self.decode_step, seconds)
+            return
+        if num_requests > 1 and self.decode_step is not None:
+            seconds = max(seconds - self.decode_step, 0.1 * seconds)
+        self.prompt_token = _smooth(self.prompt_token, seconds / prompt_tokens)
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)
+
+
+class ChunkedPrefill(Plugin):
+    info = PluginInfo(
+        name="chunked_prefill",
+        summary="runs long prompts in pieces beside running streams",
+        scope="request",
+        lossless=True,
+        default=True,
+    )
+    Settings = ChunkSettings
+
+    def __init__(self, settings: Any, role: Role) -> None:
+        super().__init__(settings, role)
+        self.times = StepTimes()
+        self.chunks = 0
+        """Prompts that were cut short by a step's allowance, counted once a step."""
+        self._step_id = -1
+        self._allowance = 0
+        self._used = 0
+        self._unasked: list[int] = []
+        """Tokens to go of the prompts that count and were not asked about yet in this step, ascending."""
+        self._nobody_asked = True
+        self._asked: dict[str, int] = {}
+        """Tokens to go of those queued since, or asked about in, this step: what counts in the next one."""
+        self._counted: dict[str, int] = {}
+
+    @hookimpl
+    def request_added(self, request: Request) -> None:
+        self._asked[request.request_id] = request.remaining
+
+    @hookimpl
+    def request_removed(self, request: Request) -> None:
+        self._asked.pop(request.request_id, None)
+
+    @hookimpl
+    def limit_chunk(self, request: Request, wanted: int, step: StepView) -> int:
+        if step.step_id != self._step_id:
+            self._begin_step(step)
+        remaining = request.remaining
+        oldest, self._nobody_asked = self._nobody_asked, False
+        self._count_asked(request.request_id)
+        left = self._allowance - self._used
+        reserved = sum(self._unasked[: bisect_left(self._unasked, remaining)]) if left > 0 else 0
+        least = -(-self._allowance // OLDEST_SHARE) if oldest else 0
+        grant = min(wanted, max(left - reserved, least, 0))
+        self._used += grant
+        if grant < remaining:
+            self._asked[request.request_id] = remaining - grant
+            self.chunks += 1
+        return grant
+
+    def _begin_step(self, step: StepView) -> None:
+        self._step_id = step.step_id
+        self._allowance = self.allowance(step)
+        self._used = 0
+        self._nobody_asked = True
+        self._counted, self._asked = self._asked, {}
+        self._unasked = sorted(self._counted.values())
+
+    def _count_asked(self, request_id: str) -> None:
+        counted = self._counted.pop(request_id, None)
+        if counted is not None:
+            del self._unasked[bisect_left(self._unasked, counted)]
+
+    def allowance(self, step: StepView) -> int:
+        """Prompt tokens that this step may run."""
+        settings, times = self.settings, self.times
+        if settings.mode == "fixed":
+            return settings.chunk_size
+        if not step.num_decodes:
+            return max(step.budget, settings.min_chunk)
+        if times.decode_step is None or not times.prompt_token:
+            return max(settings.chunk_size, settings.min_chunk)
+        return max(settings.min_chunk, int((settings.slow_down - 1.0) * times.decode_step / times.prompt_token))
+
+    @hookimpl
+    def step_finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        self.times.learn(len(plan.num_tokens), plan.num_prompt_tokens, seconds)

@@ -1,0 +1,1 @@
+"""The "scheduling" slot: `scheduling.fcfs` and `scheduling.priority`."""

@@ -39,6 +39,11 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def is_module(name):
+    path = ROOT / name.replace(".", "/")
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
 def imports_of(path):
     """Modules of this package that a file imports, with dots from the root ("core.plan"), whether or not under TYPE_CHECKING."""
     here = module_of(path).split(".")
@@ -54,11 +59,7 @@ def imports_of(path):
                 continue
             for alias in node.names:
                 full = ".".join([*base, alias.name])
-                yield (
-                    full
-                    if (ROOT / full.replace(".", "/")).is_dir() or (ROOT / (full.replace(".", "/") + ".py")).exists()
-                    else ".".join(base)
-                )
+                yield full if is_module(full) else ".".join(base)
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "tokenbus":

@@ -1,0 +1,135 @@
+"""Models, tokenising, health, and the admin surface."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from ..errors import FieldError, NotFoundError, UnavailableError
+from ..front.detokenizer import decode_all
+from ..front.service import Service
+from .app import Call, Endpoint, Routes, error_response, json_response
+from .generate import chat, chat_options, completions
+from .logprobs import name_of
+from .wire import DetokenizeBody, FeaturesBody, TokenizeBody, convert, decode_object
+
+
+def add_routes(routes: Routes) -> None:
+    """Core's own routes. /health and /ready are open: whatever watches the server has no key."""
+    created = int(time.time())
+
+    async def models(call: Call) -> web.Response:
+        return json_response({"object": "list", "data": [_model(call.service, created)]})
+
+    async def model(call: Call) -> web.Response:
+        name = call.request.path.removeprefix("/v1/models/")
+        if name != call.service.model_name:
+            raise NotFoundError(
+                f"the model {name!r} is not served here; this server has {call.service.model_name!r}", param="model"
+            )
+        return json_response(_model(call.service, created))
+
+    routes.add("POST", "/v1/completions", Endpoint(completions, generates="completion"))
+    routes.add("POST", "/v1/chat/completions", Endpoint(chat, generates="chat"))
+    routes.add("GET", "/v1/models", Endpoint(models))
+    routes.add("GET", "/v1/models/*", Endpoint(model))
+    routes.add("POST", "/tokenize", Endpoint(tokenize))
+    routes.add("POST", "/detokenize", Endpoint(detokenize))
+    routes.add("GET", "/health", Endpoint(health, "open"))
+    routes.add("GET", "/ready", Endpoint(ready, "open"))
+    routes.add("GET", "/v1/tokenbus/features", Endpoint(features, "admin"))
+    routes.add("POST", "/v1/tokenbus/features", Endpoint(set_features, "admin"))
+    routes.add("GET", "/v1/tokenbus/plans", Endpoint(plans, "admin"))
+
+
+def _model(service: Service, created: int) -> dict[str, Any]:
+    info = service.client.info
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tokenbus",
+        "max_model_len": None if info is None else info.max_model_len,
+    }
+
+
+async def tokenize(call: Call) -> web.Response:
+    service = call.service
+    body = convert(decode_object(await call.body()), TokenizeBody)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise FieldError("prompt", "give either prompt or messages")
+    if body.messages is not None:
+        ids = (await service.encode_chat(body.messages, chat_options(body))).token_ids
+    else:
+        ids = await service.encode_text(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+    answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids}
+    if body.return_token_strs:
+        answer["token_strs"] = [name_of(service.tokenizer, token_id) for token_id in ids]
+    return json_response(answer)
+
+
+async def detokenize(call: Call) -> web.Response:
+    service = call.service
+    body = convert(decode_object(await call.body()), DetokenizeBody)
+    service.check_model(body.model)
+    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < service.info.vocab_size):
+        raise FieldError("tokens", f"token ids must be between 0 and {service.info.vocab_size - 1}")
+    return json_response({"prompt": decode_all(service.tokenizer, body.tokens, skip_special=body.skip_special_tokens)})
+
+
+async def health(_: Call) -> web.Response:
+    return json_response({"status": "alive"})
+
+
+async def ready(call: Call) -> web.Response:
+    is_ready, reason = call.service.client.ready()
+    if not is_ready:
+        return error_response(UnavailableError(reason, retry_after=2.0))
+    return json_response({"status": "ready"})
+
+
+# ---- admin ----------------------------------------------------------------------------------------------------------------------
+
+
+def feature_state(service: Service) -> dict[str, Any]:
+    """Every plugin: on, off, or off because of something, after all rewrites."""
+    client, info = service.client, service.client.info
+    switches = client.switches
+    table: dict[str, Any] = {}
+    for name in sorted(service.host.catalogue):
+        plugin = service.host.info(name)
+        entry: dict[str, Any] = {"on": name in switches.on, "scope": plugin.scope, "lossless": plugin.lossless}
+        if name not in switches.on and name in switches.reasons:
+            entry["because"] = switches.reasons[name]
+        if plugin.slot is not None:
+            entry["slot"] = plugin.slot
+        if name in client.refusing:
+            entry["failed"] = client.refusing[name].message
+        table[name] = entry
+    lossless: dict[str, Any] = {"lossless": True if info is None else info.lossless}
+    if info is not None and not info.lossless:
+        lossless["because"] = info.lossless_reason
+    return {"features": table, "kernels": lossless, "client_features": list(service.config.server.client_features)}
+
+
+async def features(call: Call) -> web.Response:
+    return json_response(feature_state(call.service))
+
+
+async def set_features(call: Call) -> web.Response:
+    body = convert(decode_object(await call.body()), FeaturesBody)
+    await call.service.client.set_features(body.features, call.who)
+    return json_response(feature_state(call.service))
+
+
+async def plans(call: Call) -> web.Response:
+    most = call.service.config.scheduler.plan_history
+    text = call.request.query.get("last", "16")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
+        raise FieldError("last", f"must be between 1 and {most}")
+    reply = msgspec.to_builtins(await call.service.client.query("plans", last=int(text)))
+    return json_response({"plans": reply["plans"] if isinstance(reply, dict) else reply})

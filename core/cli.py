@@ -1,0 +1,88 @@
+"""The `tokenbus` command: parsers here, bodies in `commands/`, imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from .errors import StartupError
+from .settings_cli import add_settings, make_config
+
+OFFLINE = ("model", "cache", "scheduler", "features")
+"""Sections of settings that make sense without a server."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 with one line on standard error when something can't start, 2 for a wrong command line."""
+    arguments = make_parser().parse_args(argv)
+    try:
+        command = importlib.import_module(f".commands.{arguments.command.replace('-', '_')}", __package__)
+        return command.run(arguments, make_config(arguments))
+    except StartupError as error:
+        print(f"tokenbus: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """A command NAME is `commands/NAME.py` with `run(arguments, config) -> int`."""
+    parser = argparse.ArgumentParser(
+        prog="tokenbus", description="Serve language models; every feature is a switch.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _serve(_command(commands, "serve", "answer HTTP requests with a model (OpenAI's API)"))
+    _plugins(_command(commands, "plugins", "list every plugin: on, off, and why"))
+    _plan_memory(_command(commands, "plan-memory", "say what a model needs in memory, without loading its weights"))
+    _chat(_command(commands, "chat", "talk with a model on the terminal"))
+    _generate(_command(commands, "generate", "continue prompts and print the texts"))
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False)
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser)
+
+
+def _plugins(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_settings(parser, ("features",))
+
+
+def _plan_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_settings(parser, ("model", "cache"))
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    _sampling(parser)
+    add_settings(parser, OFFLINE)
+
+
+def _generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help='texts to continue; "-" or none: one a line from standard input'
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    _sampling(parser)
+    add_settings(parser, OFFLINE)
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="new tokens at most (default: as many as there is room for)"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (default: 1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: drawn)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

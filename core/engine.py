@@ -1,0 +1,280 @@
+"""EngineCore: the loop at the centre. An actor: it owns scheduler and KV pool, and is reached only through its mailbox.
+
+    socket ─> reader ─> mailbox ─> [ take in ─> schedule ─> publish plan ─> execute ─> update ─> publish result ─> send ] ─> socket
+                                                                               └─ worker (thread or process)
+
+While a step computes, the reader goes on filling the mailbox and the heartbeat goes on beating; what came in is applied between two steps.
+A full mailbox makes the reader stop reading, and so, in the end, the front wait.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import structlog
+
+from .actors import Mailbox
+from .bus import Bus
+from .config import Config
+from .contexts import EngineContext
+from .errors import ErrorInfo, FieldError, NotFoundError, PluginError, TokenbusError, WorkerError
+from .host import PluginHost, Switches
+from .ipc import Channel, WireError
+from .kv.pool import BlockPool
+from .messages import (
+    Add,
+    Cancel,
+    EngineInfo,
+    EngineMessage,
+    Failed,
+    FrontMessage,
+    Heartbeat,
+    Hello,
+    PlansReply,
+    Query,
+    Reply,
+    SetFeatures,
+    Shutdown,
+    StepOutput,
+)
+from .plan import StepInput, StepPlan
+from .scheduler import Scheduler
+from .switchboard import Switchboard
+from .worker.base import Worker
+
+log = structlog.get_logger(__name__)
+
+MAILBOX = 1024
+"""Messages from the front that may wait for the end of a step."""
+BEAT_SECONDS = 1.0
+CLOSE_SECONDS = 2.0
+"""What the worker gets to close by itself; the front kills the process group after a while."""
+STALLED_SECONDS = 0.01
+"""Pause when there is work but no step could be planned."""
+
+
+class EngineCore:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        info: EngineInfo,
+        host: PluginHost,
+        switches: Switches,
+        worker: Worker,
+        channel: Channel[FrontMessage, EngineMessage],
+        bus: Bus,
+    ) -> None:
+        """worker: loaded, with its K/V allocated. Loads and starts the plugins of `switches`: PluginLoadError when one can't."""
+        self.bus = bus
+        self.pool = BlockPool(info.num_blocks, info.block_size)
+        self._switchboard = Switchboard(host, EngineContext(bus=bus, config=config, pool=self.pool))
+        self._switchboard.start(switches)
+        self.scheduler = Scheduler(
+            config,
+            max_model_len=info.max_model_len,
+            eos_token_ids=frozenset(info.eos_token_ids),
+            pool=self.pool,
+            host=host,
+            switches=switches,
+            on_plugin_failure=self._switchboard.note_failure,
+        )
+        self._host = host
+        self._worker = worker
+        self._channel = channel
+        self._mailbox: Mailbox[FrontMessage] = Mailbox(MAILBOX)
+        self._plans: deque[StepPlan] = deque(maxlen=config.scheduler.plan_history)
+        bus.listen(self._plans.append, StepPlan)
+        self._idle = True
+        """Nothing could be planned: wait for news before trying again."""
+        self._stopping = False
+        self._step_id = 0
+        self._step_began: float | None = None
+
+    async def run(self) -> bool:
+        """Serve until the front says Shutdown (True) or is gone (False). After an error that is the engine's own, a Failed message is sent
+        and the error raised: the process can't go on."""
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._read)
+                tasks.start_soon(beat, self._send, self._pulse)
+                await self._loop()
+                tasks.cancel_scope.cancel()
+        except Exception as group:
+            error = _innermost(group)
+            log.exception("engine_failed")
+            with anyio.move_on_after(1):
+                await self._send(Failed(describe(error)))
+            raise error from None
+        finally:
+            self._mailbox.destroy()
+        with anyio.move_on_after(CLOSE_SECONDS):
+            await self._worker.close()
+        return self._stopping
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------------------
+
+    async def _loop(self) -> None:
+        scheduler, bus = self.scheduler, self.bus
+        while await self._take_in():
+            planned = scheduler.schedule(time.time())
+            self._idle = planned is None
+            if planned is None:
+                await self._send(scheduler.flush(time.time()))
+                continue
+            plan, order = planned
+            bus.publish(plan)
+            self._step_id, self._step_began = plan.step_id, time.monotonic()
+            try:
+                result = await self._worker.execute(order)
+            except (WorkerError, PluginError) as error:
+                output = self._step_failed(plan, order, error)
+            else:
+                self._switchboard.step_done(order)
+                output = scheduler.update(plan, result, time.time(), time.monotonic() - self._step_began)
+                bus.publish(result)
+            self._step_began = None
+            await self._send(output)
+
+    async def _take_in(self) -> bool:
+        """Apply everything that waits; without work, first wait for a message or the next deadline. False: stop."""
+        await anyio.lowlevel.checkpoint()
+        try:
+            if self._idle:
+                await self._wait()
+            while (message := self._mailbox.take()) is not None:
+                await self._apply(message)
+        except anyio.EndOfStream:  # the front is gone
+            return False
+        self.scheduler.expire(time.time())
+        for notice in self._switchboard.settle(self.scheduler):
+            await self._send(notice)
+        return not self._stopping
+
+    async def _wait(self) -> None:
+        deadline, now = self.scheduler.next_deadline(), time.time()
+        seconds = math.inf if deadline is None else max(0.0, deadline - now)
+        if self.scheduler.has_work():
+            seconds = min(seconds, STALLED_SECONDS)
+        with anyio.move_on_after(seconds):
+            await self._apply(await self._mailbox.receive())
+
+    def _step_failed(self, plan: StepPlan, order: StepInput, error: TokenbusError) -> StepOutput:
+        log.error("step_failed", step_id=plan.step_id, requests=len(plan.num_tokens), error=error.message)
+        output = self.scheduler.fail_step(plan, error.to_wire(), time.time())
+        self._switchboard.step_failed(self.scheduler, order, error)
+        return output
+
+    # ---- what the front says ----------------------------------------------------------------------------------------------------
+
+    async def _apply(self, message: FrontMessage) -> None:
+        now = time.time()
+        match message:
+            case Add():
+                for request in message.requests:
+                    self.scheduler.add(request, now)
+            case Cancel():
+                for request_id in message.request_ids:
+                    self.scheduler.cancel(request_id, message.reason, now)
+            case SetFeatures():
+                await self._answer(message.call_id, lambda: self._switchboard.change(self.scheduler, message.changes))
+            case Query():
+                await self._answer(message.call_id, lambda: self._ask(message.what, message.args))
+            case Shutdown():
+                self._stopping = True
+            case Hello():
+                raise WireError("a second Hello")
+
+    async def _answer(self, call_id: int, call: Callable[[], Any]) -> None:
+        try:
+            reply = Reply(call_id, call())
+        except TokenbusError as error:
+            reply = Reply(call_id, error=error.to_wire())
+        await self._send(reply)
+
+    def _ask(self, what: str, args: Mapping[str, Any]) -> Any:
+        match what:
+            case "plans":
+                last = args.get("last", len(self._plans))
+                if not isinstance(last, int) or last < 0:
+                    raise FieldError("last", f"must be a number of plans, got {last!r}")
+                return PlansReply(list(self._plans)[max(0, len(self._plans) - last) :])
+            case "integrity":
+                return self._integrity()
+            case "stats":
+                return self._stats()
+        raise NotFoundError(f"the engine can't be asked for {what!r}; it answers: plans, integrity, stats")
+
+    def _integrity(self) -> dict[str, Any]:
+        try:
+            self.scheduler.check_integrity()
+        except RuntimeError as error:
+            return {"ok": False, "problem": str(error)}
+        return {"ok": True, "problem": ""}
+
+    def _stats(self) -> dict[str, Any]:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return {
+            "step_id": self._step_id,
+            "open": len(scheduler.requests),
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "free_blocks": pool.num_available,
+            "retained_blocks": pool.num_retained,
+            "num_blocks": pool.num_blocks,
+            "allocation_failures": pool.allocation_failures,
+            "on": scheduler.switches.names(),
+            "loaded": sorted(self._host.loaded),
+        }
+
+    # ---- beside the loop --------------------------------------------------------------------------------------------------------
+
+    async def _send(self, message: EngineMessage | None) -> None:
+        if message is None:
+            return
+        try:
+            await self._channel.send(message)
+        except OSError:
+            self._mailbox.close()  # the front is gone; the loop finds out when it takes in
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._channel:
+                await self._mailbox.put(message)
+        finally:
+            self._mailbox.close()
+
+    def _pulse(self) -> tuple[int, float, str]:
+        return self._step_id, 0.0 if self._step_began is None else time.monotonic() - self._step_began, ""
+
+
+async def beat(
+    send: Callable[[Heartbeat], Awaitable[None]], pulse: Callable[[], tuple[int, float, str]], every: float = BEAT_SECONDS
+) -> None:
+    """A Heartbeat every so many seconds, for ever; `loop_lag` is how late this task woke. pulse: (step_id, step_age, phase)."""
+    lag = 0.0
+    while True:
+        step_id, age, phase = pulse()
+        await send(Heartbeat(step_id, age, lag, phase, time.process_time()))
+        due = time.monotonic() + every
+        await anyio.sleep(every)
+        lag = max(0.0, time.monotonic() - due)
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def describe(error: BaseException) -> ErrorInfo:
+    """Any error as plain data; one that isn't from our tree becomes a ServerFault with its type in the message."""
+    if isinstance(error, TokenbusError):
+        return error.to_wire()
+    return ErrorInfo(kind="ServerFault", message=f"{type(error).__name__}: {error}")

@@ -1,0 +1,296 @@
+"""From a parsed API request to what the engine gets: everything checked, nothing ignored, seeds drawn, features decided.
+
+Rules of length, the same with and without streaming: a prompt of L tokens or more (L: the longest sequence that model, setting and KV
+pool allow) is refused, and so is prompt + max_tokens > L. Without max_tokens the answer is bounded by the room that is left.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from ..config import Config
+from ..contexts import AdmissionContext
+from ..errors import ContextLengthError, FeatureOffError, FieldError, NotAllowedError, UnavailableError
+from ..host import HookTable, PluginHost, Switches
+from ..messages import EngineInfo
+from ..params import asks_for_nothing
+from ..request import AdmittedRequest
+
+WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
+"""Accepted in every request and ignored: they ask nothing of an answer."""
+CORE_FIELDS = frozenset({
+    "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "seed", "n", "stream", "stream_options",
+    "echo", "timeout", "tokenbus", "add_special_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+    "logprobs", "top_logprobs", "prompt_logprobs", "skip_special_tokens",
+})  # fmt: skip
+"""Names to suggest for a misspelt one, beside the plugins' claims."""
+SEED_BITS = 48
+MAX_TEMPERATURE = 100.0
+MAX_SEED = 2**63
+
+
+class Prompt(msgspec.Struct):
+    token_ids: list[int]
+    text: str | None = None
+    """As the client wrote it; None when it sent ids, or messages."""
+
+
+class ParsedRequest(msgspec.Struct, kw_only=True):
+    """An API request after its own form was dealt with; the same for every endpoint and for offline use."""
+
+    endpoint: str
+    """chat, completion or generate."""
+    prompts: list[Prompt]
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    timeout: float | None = None
+    """Seconds."""
+    skip_special_tokens: bool = True
+    fields: dict[str, Any] = {}
+    """Everything the endpoint itself doesn't honour, by name."""
+    features: dict[str, bool] = {}
+    """Switches the client asks for."""
+    own_features: bool = False
+    """The caller is the operator: any request-scope plugin may be switched."""
+    group: str = ""
+    """The API request's id; made by `new_id`."""
+    tenant: str = ""
+    arm: str = ""
+    arrival: float = 0.0
+    """Unix seconds."""
+    tokenize_seconds: float = 0.0
+    template_seconds: float = 0.0
+
+
+class Admission(msgspec.Struct, kw_only=True):
+    """What was decided. `requests` holds prompt by prompt, within it choice by choice."""
+
+    parsed: ParsedRequest
+    requests: list[AdmittedRequest]
+    features: tuple[str, ...]
+    seeds: list[int]
+    """One a prompt."""
+    table: HookTable
+    """Front hooks of this request."""
+
+
+_serial = itertools.count(1)
+_process = secrets.token_hex(4)
+
+
+def new_id(prefix: str) -> str:
+    """Unique in this server's life, and hard to guess for others: ids show in logs and plans."""
+    return f"{prefix}-{_process}{next(_serial):08x}{secrets.token_hex(4)}"
+
+
+class Admitter:
+    """Stateless but for what it is given: callables that tell the present state."""
+
+    def __init__(
+        self,
+        config: Config,
+        host: PluginHost,
+        *,
+        switches: Callable[[], Switches],
+        info: Callable[[], EngineInfo | None],
+        tokenize: Callable[[str], list[int]],
+    ) -> None:
+        self._config = config
+        self._host = host
+        self._switches = switches
+        self._info = info
+        self._tokenize = tokenize
+
+    def admit(self, parsed: ParsedRequest) -> Admission:
+        """Raises RequestError (the client's fault), UnavailableError (no engine yet), PluginError (a `check_fields` failed)."""
+        info = self._info()
+        if info is None:
+            raise UnavailableError("the engine is not ready yet", retry_after=2.0)
+        limits = [self._check_prompt(prompt, parsed, info) for prompt in parsed.prompts]
+        self._check_counts(parsed)
+        self._check_core(parsed)
+        features, pinned = self._features(parsed)
+        fields, table = self._fields(parsed, features, max(limits, default=0), info)
+        seeds = [self._seed(parsed) for _ in parsed.prompts]
+        names = tuple(sorted(features))
+        requests = [
+            AdmittedRequest(
+                request_id=f"{parsed.group}-{index * parsed.n + choice}",
+                prompt=prompt.token_ids,
+                max_tokens=limits[index],
+                temperature=1.0 if parsed.temperature is None else float(parsed.temperature),
+                seed=seeds[index],
+                choice=choice,
+                fields=fields,
+                features=names,
+                pinned=pinned,
+                tenant=parsed.tenant,
+                arm=parsed.arm,
+                arrival=parsed.arrival,
+                deadline=parsed.arrival + self._timeout(parsed),
+                group=parsed.group,
+            )
+            for index, prompt in enumerate(parsed.prompts)
+            for choice in range(parsed.n)
+        ]
+        return Admission(parsed=parsed, requests=requests, features=names, seeds=seeds, table=table)
+
+    # ---- lengths and counts -----------------------------------------------------------------------------------------------------
+
+    def _check_prompt(self, prompt: Prompt, parsed: ParsedRequest, info: EngineInfo) -> int:
+        """The number of new tokens it may have."""
+        field = "messages" if parsed.endpoint == "chat" else "prompt"
+        ids, limit = prompt.token_ids, info.max_model_len
+        if not ids:
+            raise FieldError(field, "has no tokens: there is nothing to start from")
+        if max(ids) >= info.vocab_size or min(ids) < 0:
+            raise FieldError(field, f"token ids must be between 0 and {info.vocab_size - 1}")
+        if len(ids) >= limit:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens; the limit is {limit} tokens for prompt and answer together", param=field
+            )
+        if parsed.max_tokens is None:
+            return limit - len(ids)
+        if parsed.max_tokens < 0:
+            raise FieldError("max_tokens", f"must be 0 or more, got {parsed.max_tokens}")
+        if len(ids) + parsed.max_tokens > limit:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens and max_tokens is {parsed.max_tokens}: together they pass the limit of "
+                f"{limit} tokens; leave max_tokens out to use the room there is",
+                param="max_tokens",
+            )
+        return parsed.max_tokens
+
+    def _check_counts(self, parsed: ParsedRequest) -> None:
+        check_counts(parsed.n, len(parsed.prompts), self._config)
+
+    def _check_core(self, parsed: ParsedRequest) -> None:
+        temperature = parsed.temperature
+        if temperature is not None and not 0.0 <= temperature <= MAX_TEMPERATURE:
+            raise FieldError("temperature", f"must be between 0 and {MAX_TEMPERATURE:g}, got {temperature}")
+        if parsed.seed is not None and not -MAX_SEED <= parsed.seed < MAX_SEED:
+            raise FieldError("seed", "must fit 64 bits")
+
+    def _timeout(self, parsed: ParsedRequest) -> float:
+        most = self._config.scheduler.request_timeout
+        if parsed.timeout is None:
+            return most
+        if not (math.isfinite(parsed.timeout) and parsed.timeout > 0):
+            raise FieldError("timeout", "must be a positive number of seconds")
+        return min(parsed.timeout, most)
+
+    def _seed(self, parsed: ParsedRequest) -> int:
+        return secrets.randbits(SEED_BITS) if parsed.seed is None else parsed.seed
+
+    # ---- features ---------------------------------------------------------------------------------------------------------------
+
+    def _features(self, parsed: ParsedRequest) -> tuple[frozenset[str], dict[str, bool]]:
+        on = self._switches().on
+        if not parsed.features:
+            return on, {}
+        for name in parsed.features:
+            self._may_switch(name, parsed.own_features)
+        for name, wish in parsed.features.items():
+            if wish and name not in on:
+                why = self._switches().reasons.get(name, "not enabled")
+                raise FeatureOffError(
+                    _feature_field(name), f"is off on this server ({why}): a request can't switch it on", plugin=name
+                )
+        features = on - {name for name, wish in parsed.features.items() if not wish}
+        for name in features:
+            info = self._host.info(name)
+            if missing := info.requires - features:
+                raise FieldError(_feature_field(name), f"needs {min(missing)!r}, which is off for this request")
+        return features, dict(parsed.features)
+
+    def _may_switch(self, name: str, own: bool) -> None:
+        if name not in self._host.catalogue:
+            close = difflib.get_close_matches(name, self._host.catalogue, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise FieldError(_feature_field(name), f"no plugin is called so{hint}")
+        info = self._host.info(name)
+        if info.scope != "request":
+            raise FieldError(_feature_field(name), f"can't differ between requests (scope {info.scope})")
+        allowed = self._config.server.client_features
+        if not own and name not in allowed:
+            listed = ", ".join(allowed) or "none"
+            raise NotAllowedError(f"clients may not switch {name!r} here; those they may: {listed}", param=_feature_field(name))
+
+    # ---- fields -----------------------------------------------------------------------------------------------------------------
+
+    def _fields(
+        self, parsed: ParsedRequest, features: frozenset[str], max_tokens: int, info: EngineInfo
+    ) -> tuple[dict[str, Any], HookTable]:
+        asked = {
+            name: value
+            for name, value in parsed.fields.items()
+            if name not in WITHOUT_EFFECT and not asks_for_nothing(name, value)
+        }
+        for name in asked:
+            self._check_claim(name, features)
+        table = self._host.table(features, asked)
+        if not table.check_fields:
+            return asked, table
+        context = AdmissionContext(
+            prompt_len=max((len(prompt.token_ids) for prompt in parsed.prompts), default=0),
+            max_tokens=max_tokens,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            temperature=1.0 if parsed.temperature is None else parsed.temperature,
+            limits=self._config.limits,
+            tokenize=self._tokenize,
+        )
+        for impl in table.check_fields:
+            mine = {name: value for name, value in asked.items() if name in impl.info.claims}
+            instead = impl(fields=mine, request=context)
+            if instead is not None:
+                asked = {name: value for name, value in asked.items() if name not in mine} | instead
+        return asked, table
+
+    def _check_claim(self, name: str, features: frozenset[str]) -> None:
+        claimers = self._host.claimers(name)
+        if not claimers:
+            raise FieldError(name, "unknown field" + self._hint(name))
+        if not features.intersection(claimers):
+            reasons = self._switches().reasons
+            plugin = claimers[0]
+            why = f" ({reasons[plugin]})" if plugin in reasons else ""
+            raise FeatureOffError(name, f"the plugin that honours it, {plugin!r}, is off{why}", plugin=plugin)
+
+    def _hint(self, name: str) -> str:
+        claims = {claim for cls in self._host.catalogue.values() for claim in cls.info.claims}
+        close = difflib.get_close_matches(name, claims | CORE_FIELDS, n=1)
+        return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_counts(n: int, prompts: int, config: Config) -> None:
+    """FieldError when one request would become too many; called before anything is tokenised."""
+    limits = config.limits
+    if not 1 <= n <= limits.max_n:
+        raise FieldError("n", f"must be between 1 and {limits.max_n}, got {n}")
+    if prompts > limits.max_prompts:
+        raise FieldError("prompt", f"{prompts} prompts; at most {limits.max_prompts} are allowed in one request")
+    if prompts * n > limits.max_choices:
+        raise FieldError(
+            "n", f"{prompts} prompts times n={n} is {prompts * n} choices; at most {limits.max_choices} are allowed"
+        )
+
+
+def _feature_field(name: str) -> str:
+    return f"tokenbus.features.{name}"
+
+
+def fields_of(mapping: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """What an endpoint leaves to the plugins: all fields but those it knows itself."""
+    known = frozenset(known)
+    return {name: value for name, value in mapping.items() if name not in known}

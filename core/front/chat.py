@@ -1,0 +1,220 @@
+"""Chat messages to prompt ids, by the model's own Jinja template in a sandbox.
+
+Control markers inside message contents stay plain text: they are hidden behind private placeholders while the template runs, and the
+rendered text is encoded with the placeholders' texts taken literally. Without markers in the contents the ids are those of an
+ordinary encoding of the rendered text.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from ..errors import ConfigError, FieldError, RequestError
+from ..models.resolve import ResolvedModel
+from .tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
+"""What a message may have; all of it is handed to the template. Other keys are refused unless null."""
+INLINE_CHARS = 20_000
+"""Templates whose messages hold more characters are rendered on a pool thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    token_ids: list[int]
+    template_seconds: float
+    tokenize_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """Let the tokenizer add its start token; off because templates write it themselves. It is never there twice."""
+    trusted_content: bool = False
+    """Control markers inside contents become control tokens."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ChatTemplate:
+    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
+        """ConfigError when the template does not compile."""
+        import jinja2
+
+        self.source = source
+        self._tokenizer = tokenizer
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template can't be used: {error}") from None
+
+    async def encode(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
+        """Prompt ids of a conversation. `messages` are as `check_messages` returns them. FieldError when template refuses them."""
+        started = time.perf_counter()
+        text, literals = await self._render_somewhere(messages, options)
+        rendered = time.perf_counter()
+        if literals:
+            ids = await self._tokenizer.encode_with_literals(text, literals, add_special_tokens=options.add_special_tokens)
+        else:
+            ids = await self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+        return ChatPrompt(ids, rendered - started, time.perf_counter() - rendered)
+
+    async def _render_somewhere(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
+    ) -> tuple[str, dict[str, str]]:
+        if sum(len(message["content"] or "") for message in messages) <= INLINE_CHARS:
+            return self._render(messages, options)
+        return await anyio.to_thread.run_sync(self._render, messages, options)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> tuple[str, dict[str, str]]:
+        """The rendered text, and what the placeholders in it stand for."""
+        nonce = secrets.token_hex(8)
+        literals: dict[str, str] = {}
+        shown: list[Any] = [dict(message) for message in messages]
+        kwargs: Any = dict(options.template_kwargs)
+        if not options.trusted_content:
+            shown, kwargs = self._hidden(shown, nonce, literals), self._hidden(kwargs, nonce, literals)
+        end = f"End{nonce}x"
+        if options.continue_final_message:
+            shown[-1]["content"] = f"{shown[-1]['content'] or ''}{end}"
+        text = self._run(shown, kwargs, options)
+        if options.continue_final_message:
+            text, found, _ = text.rpartition(end)
+            if not found:
+                raise FieldError(
+                    "continue_final_message", "this model's chat template does not show the final message as it is"
+                )
+        return text, literals
+
+    def _hidden(self, value: Any, nonce: str, literals: dict[str, str]) -> Any:
+        if isinstance(value, str):
+            return self._tokenizer.hide_markers(value, nonce, literals)
+        if isinstance(value, dict):
+            return {self._hidden(key, nonce, literals): self._hidden(item, nonce, literals) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._hidden(item, nonce, literals) for item in value]
+        return value
+
+    def _run(self, messages: list[Any], kwargs: dict[str, Any], options: ChatOptions) -> str:
+        generation_prompt = options.add_generation_prompt and not options.continue_final_message
+        values = {"tools": None, "documents": None, **self._tokenizer.special_names, **kwargs}
+        try:
+            return self._template.render(values, messages=messages, add_generation_prompt=generation_prompt)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise FieldError("messages", f"this model's chat template refuses them: {error}") from None
+
+
+def check_messages(messages: Any, limit: int) -> list[dict[str, Any]]:
+    """Messages as templates expect them: plain dicts with string contents. FieldError names what is wrong."""
+    if not isinstance(messages, list):
+        raise FieldError("messages", "must be a list")
+    if not messages:
+        raise FieldError("messages", "must hold at least one message")
+    if len(messages) > limit:
+        raise FieldError("messages", f"{len(messages)} messages; at most {limit} are allowed")
+    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise FieldError(where, "must be an object with role and content")
+    role = message.get("role")
+    if role not in ROLES:
+        raise FieldError(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+    kept = {key: value for key, value in message.items() if value is not None and value != []}
+    if unknown := sorted(kept.keys() - MESSAGE_KEYS):
+        raise FieldError(f"{where}.{unknown[0]}", "unknown field")
+    if role == "developer":
+        kept["role"] = "system"
+    kept["content"] = _content(message.get("content"), f"{where}.content", may_be_absent=role == "assistant")
+    return kept
+
+
+def _content(content: Any, where: str, *, may_be_absent: bool) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if may_be_absent:
+            return ""
+        raise FieldError(where, "is required")
+    if not isinstance(content, list):
+        raise FieldError(where, "must be a string or a list of parts")
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            raise FieldError(f"{where}[{index}]", f"only parts of type text can be read by this model, not {kind!r}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def load_template(model: ResolvedModel, tokenizer: Tokenizer, override: str | None) -> ChatTemplate | None:
+    """The model's chat template, or the file given instead; None when the model has none (then chat is refused)."""
+    if override is not None:
+        try:
+            return ChatTemplate(Path(override).read_text(encoding="utf-8"), tokenizer)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template: can't read {override}: {error}") from None
+    if (path := model.path / "chat_template.jinja").is_file():
+        return ChatTemplate(path.read_text(encoding="utf-8"), tokenizer)
+    source = tokenizer.settings.get("chat_template")
+    if isinstance(source, list):
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    return ChatTemplate(source, tokenizer) if isinstance(source, str) else None
+
+
+def _environment() -> Any:
+    """What templates written for transformers rely on: trimmed blocks, loop controls, tojson without HTML escapes, three globals."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_extension(), loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = time.strftime
+    return environment
+
+
+def _generation_extension() -> Any:
+    """`{% generation %}...{% endgeneration %}` marks assistant text for training; here it is just its contents."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 - jinja2's own way
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    return Generation
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    import json
+
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.to_builtins(value)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)

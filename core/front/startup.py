@@ -1,0 +1,58 @@
+"""What start-up took, and what it found: the table that `tokenbus serve` prints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..messages import EngineInfo
+
+TICKS_PER_SECOND = 100.0
+"""USER_HZ, the unit in which Linux shows a process's start, whatever the kernel's own rate."""
+
+
+def process_start() -> float:
+    """Unix seconds at which this process was created; now, where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+        return time.time() - (uptime - float(fields[19]) / TICKS_PER_SECOND)
+    except (OSError, ValueError, IndexError):
+        return time.time()
+
+
+class Phases:
+    """Parts of start-up and their seconds. Those of the front and those of the engine overlap."""
+
+    def __init__(self) -> None:
+        self.began = process_start()
+        self.seconds: dict[str, float] = {"front: interpreter, first imports": time.time() - self.began}
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - before
+
+    def print_report(self, info: EngineInfo, address: str) -> None:
+        total = time.time() - self.began
+        rows = {**self.seconds, **{f"engine: {name}": seconds for name, seconds in info.phases.items()}}
+        width = max(map(len, rows))
+        lines = [f"{'phase':<{width}}  seconds", *(f"{name:<{width}}  {seconds:7.2f}" for name, seconds in rows.items())]
+        lines += ["", *memory_lines(info), "", f"ready in {total:.1f} s: {info.model} ({info.dtype}) at {address}"]
+        sys.stdout.write("\n".join(lines) + "\n")
+        sys.stdout.flush()
+
+
+def memory_lines(info: EngineInfo) -> list[str]:
+    pool = info.num_blocks * info.block_size
+    return [
+        f"weights          {info.weights_bytes / 2**20:.1f} MiB",
+        f"KV per token     {info.kv_bytes_per_token / 2**10:.1f} KiB",
+        f"KV pool          {pool} tokens, {pool * info.kv_bytes_per_token / 2**20:.1f} MiB",
+        f"longest request  {info.max_model_len} tokens",
+        f"concurrency      {pool / info.max_model_len:.1f} requests of that length",
+    ]

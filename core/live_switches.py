@@ -1,0 +1,131 @@
+"""Switches that change while requests are open: who keeps what, and when a plugin is really gone.
+
+A plugin is in one of three states here:
+
+    on          among `switches.on`
+    lingering   switched off, but an open request was admitted with it: loaded, its hooks still called
+    gone        `engine_stopped` called, unloaded
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import structlog
+
+from .batch import Batch
+from .errors import PluginError, TokenbusError, UnavailableError
+from .host import HookTable, PluginHost, Switches
+from .policy import FcfsPolicy, SchedulingPolicy
+from .request import AdmittedRequest
+
+log = structlog.get_logger(__name__)
+
+
+class LiveSwitches:
+    def __init__(self, host: PluginHost, switches: Switches, batch: Batch) -> None:
+        self.switches = switches
+        self._host = host
+        self._batch = batch
+        self._announcement: tuple[str, ...] | None = None
+        self.engine_hooks: HookTable = host.table(switches.on)
+        """Implementations of engine-wide hooks, those of lingering plugins included."""
+        batch.pool.on_evict = self._on_evict
+        self._take_slot(0.0)
+
+    # ---- for intake -------------------------------------------------------------------------------------------------------------
+
+    def table(self, features: frozenset[str], fields: Iterable[str]) -> HookTable:
+        return self._host.table(features, fields)
+
+    def features_of(self, admitted: AdmittedRequest) -> frozenset[str]:
+        """The plugins a new request runs with: those it was admitted with, less lossless ones that went off on its way here.
+
+        UnavailableError when one that decides its answer is gone.
+        """
+        features = frozenset(admitted.features)
+        gone = [name for name in features - self.switches.on if name not in self._host.loaded or self._drops(name, admitted)]
+        for name in gone:
+            if name not in self._host.catalogue or not self._drops(name, admitted):
+                raise UnavailableError(
+                    f"plugin {name!r} was switched off while the request was on its way; try again",
+                    request_id=admitted.request_id,
+                    plugin=name,
+                    retry_after=1.0,
+                )
+        return features.difference(gone)
+
+    def _drops(self, name: str, admitted: AdmittedRequest) -> bool:
+        return self._host.info(name).lossless and name not in admitted.pinned
+
+    # ---- changing ---------------------------------------------------------------------------------------------------------------
+
+    def apply(self, new: Switches, now: float) -> list[str]:
+        old, self.switches = self.switches, new
+        changed = old.on ^ new.on
+        if not changed:
+            return []
+        self._batch.distrusted -= changed
+        lossless = frozenset(name for name in changed if self._host.info(name).lossless)
+        for request in tuple(self._batch.requests.values()):
+            moving = lossless.difference(request.pinned)
+            features = (request.features - moving) | (moving & new.on)
+            if features != request.features:
+                request.features = features
+                request.hooks = self._host.table(features, request.fields)
+        if self._host.holder("scheduling", old.on) != self._host.holder("scheduling", new.on):
+            self._take_slot(now)
+        self.announce()
+        return self._unload(now)
+
+    def _take_slot(self, now: float) -> None:
+        """Give the waiting line the policy of whoever holds the slot."""
+        owner = self._host.holder("scheduling", self.switches.on) or ""
+        policy: SchedulingPolicy | None = None
+        if owner:
+            try:
+                policy = self._host.table(frozenset({owner})).first("scheduling_policy")
+            except TokenbusError as error:
+                failure = (
+                    error if isinstance(error, PluginError) else PluginError(str(error), plugin=owner, hook="scheduling_policy")
+                )
+                log.exception("scheduling_policy_failed", plugin=owner, error=failure.message)
+                self._batch.line.swap(FcfsPolicy(), "", now)
+                self._batch.tell_failure(owner, failure)
+                return
+        if policy is None:
+            policy, owner = FcfsPolicy(), ""
+        self._batch.line.swap(policy, owner, now)
+
+    def release(self, now: float) -> None:
+        """Unload lingering plugins whose last request has ended. Costs nothing while there are none."""
+        if self._batch.users_left:
+            self._unload(now)
+
+    def _unload(self, now: float) -> list[str]:
+        self._batch.users_left = False
+        used = frozenset().union(*(request.features for request in self._batch.requests.values()))
+        off = frozenset(self._host.loaded) - self.switches.on
+        gone = off - used
+        for name in sorted(gone):
+            for impl in self._host.table(frozenset({name})).engine_stopped:
+                self._batch.call_engine_wide(impl)
+        self._batch.lingering = set(off & used)
+        unloaded = self._host.release_unused(self.switches.on | used)
+        self._batch.distrusted -= gone
+        self.engine_hooks = self._host.table(self.switches.on | self._batch.lingering)
+        return unloaded
+
+    # ---- telling the worker -----------------------------------------------------------------------------------------------------
+
+    def announce(self) -> None:
+        """The next step tells the worker which switches are in force."""
+        self._announcement = self.switches.names()
+
+    def take_announcement(self) -> tuple[str, ...] | None:
+        told, self._announcement = self._announcement, None
+        return told
+
+    def _on_evict(self, block: int) -> None:
+        for impl in self.engine_hooks.block_evicted:
+            self._batch.call_engine_wide(impl, block_id=block)

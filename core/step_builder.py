@@ -1,0 +1,305 @@
+"""How one step's plan is made. One pass, in this order, within one token budget:
+
+    1. decodes           every running request that has one token to run; blocks for all of them at once
+    2. running prompts   chunks, oldest first, as large as `limit_chunk` allows
+    3. waiting requests  in the policy's order, as long as blocks, batch and budget have room
+
+Blocks are taken as tokens are planned. When they run out in 1 or 2 the policy names a victim, which loses its blocks, leaves this
+plan and goes back to the line. A waiting request joins only when its known tokens and what everybody needs soon fit together: so
+a request that was just resumed is not the next victim. The request that the policy never names always advances, hence no plan is
+empty while there is work, and preemptions are bounded.
+"""
+
+from __future__ import annotations
+
+from .batch import Batch
+from .config import SchedulerConfig
+from .contexts import PrefixMatch, StepView
+from .errors import ContextLengthError, PluginError, TokenbusError
+from .plan import StepPlan, WorkerRequest
+from .request import Request, Status
+
+
+class StepBuilder:
+    def __init__(self, batch: Batch, config: SchedulerConfig) -> None:
+        self.step_id = 0
+        """Of the plan made last."""
+        self._batch = batch
+        self._budget = config.token_budget
+        self._max_running = min(config.max_running, config.token_budget)
+        """Every decode fits into the budget."""
+        # of the step that is being planned
+        self._num_tokens: dict[str, int] = {}
+        self._new: list[WorkerRequest] = []
+        self._new_blocks: dict[str, list[int]] = {}
+        self._preempted: list[str] = []
+        self._starved = False
+        """Blocks ran out: nobody joins in this step."""
+        self._view = StepView(step_id=0, budget=0, num_decodes=0, prompt_tokens=0, waiting=0)
+
+    def build(self, now: float) -> tuple[StepPlan, list[WorkerRequest], dict[str, list[int]]] | None:
+        """(plan, requests new to the worker, blocks added to the tables of those it knows), or None when there is nothing to run.
+
+        Requests may end in here (a plugin raised on them), and blocks are taken also when None is returned.
+        """
+        batch = self._batch
+        if not (batch.running or batch.line):
+            return None
+        self.step_id += 1
+        self._new, self._new_blocks, self._preempted, self._starved = [], {}, [], False
+        self._num_tokens = num_tokens = {
+            request.request_id: 1
+            for request in batch.running
+            if len(request.tokens) - request.computed == 1 and request.computed >= request.num_prompt
+        }
+        self._grow_decodes(now)
+        self._view = view = StepView(
+            step_id=self.step_id,
+            budget=self._budget - len(num_tokens),
+            num_decodes=len(num_tokens),
+            prompt_tokens=0,
+            waiting=len(batch.line),
+        )
+        if batch.line or len(num_tokens) < len(batch.running):
+            self._plan_prompts(now, least=0)
+            if not num_tokens:
+                self._plan_prompts(now, least=1)
+        if not num_tokens:
+            if batch.running or batch.line:
+                raise RuntimeError(f"nothing to run with {len(batch.running)} running and {len(batch.line)} waiting requests")
+            return None
+        plan = StepPlan(
+            step_id=self.step_id,
+            num_tokens=num_tokens,
+            budget=self._budget,
+            free_blocks=batch.pool.num_available,
+            preempted=tuple(self._preempted),
+            num_prompt_tokens=view.prompt_tokens,
+            waiting=len(batch.line),
+            running=len(batch.running),
+        )
+        return plan, self._new, self._new_blocks
+
+    # ---- decodes ----------------------------------------------------------------------------------------------------------------
+
+    def _grow_decodes(self, now: float) -> None:
+        batch, num_tokens = self._batch, self._num_tokens
+        growing = [r for r in batch.running if r.computed >= r.capacity and r.request_id in num_tokens]
+        if not growing:
+            return
+        size = batch.block_size
+        if batch.pool.num_available >= len(growing):
+            blocks = batch.pool.allocate(len(growing))
+            assert blocks is not None
+            for request, block in zip(growing, blocks, strict=True):
+                request.blocks.append(block)
+                request.capacity += size
+                self._new_blocks[request.request_id] = [block]
+            return
+        for request in growing:
+            if request.status is Status.RUNNING and not self._take(request, 1, now):
+                self._unplan(request)
+
+    def _take(self, request: Request, num_tokens: int, now: float) -> bool:
+        """Blocks for `num_tokens` more tokens of a running request, from others if need be. False: it lost its own place (it was the
+        victim, or it is alone and the pool is not enough for it)."""
+        batch = self._batch
+        needed = batch.blocks_for(request.computed + num_tokens) - len(request.blocks)
+        if needed <= 0:
+            return True
+        while (blocks := batch.pool.allocate(needed)) is None:
+            if len(batch.running) == 1:
+                self._end_for_lack_of_room(request, now)
+                return False
+            victim = batch.line.victim(batch.running, now)
+            self._starved = True
+            self._preempt(victim, now)
+            if victim is request:
+                return False
+        batch.grow(request, blocks)
+        if request.worker_knows:
+            self._new_blocks.setdefault(request.request_id, []).extend(blocks)
+        return True
+
+    def _end_for_lack_of_room(self, request: Request, now: float) -> None:
+        if request.num_output:
+            self._batch.end(request, "length", now)
+            return
+        error = ContextLengthError(
+            f"KV memory has room for {self._batch.capacity_tokens} tokens", request_id=request.request_id
+        )
+        self._batch.end(request, "error", now, error=error.to_wire())
+
+    def _preempt(self, victim: Request, now: float) -> None:
+        self._unplan(victim)
+        self._batch.preempt(victim, now)
+        self._preempted.append(victim.request_id)
+
+    def _unplan(self, request: Request) -> None:
+        """Take a request out of the plan in the making."""
+        request_id = request.request_id
+        planned = self._num_tokens.pop(request_id, 0)
+        self._new_blocks.pop(request_id, None)
+        if not planned:
+            return
+        self._view.budget += planned
+        new = [order for order in self._new if order.request_id != request_id]
+        if len(new) == len(self._new) and request.computed >= request.num_prompt and request.remaining == 1:
+            self._view.num_decodes -= 1
+        else:
+            self._view.prompt_tokens -= planned
+        self._new = new
+
+    # ---- prompts ----------------------------------------------------------------------------------------------------------------
+
+    def _plan_prompts(self, now: float, *, least: int) -> None:
+        """Running prompts, then waiting requests. least=1: nothing is planned yet; the first one runs whatever `limit_chunk` says."""
+        batch, planned = self._batch, self._num_tokens
+        if len(planned) < len(batch.running):
+            for request in tuple(batch.running):
+                if request.status is Status.RUNNING and request.request_id not in planned:
+                    self._continue_prompt(request, now, least if not planned else 0)
+        while batch.line and (not self._starved or not planned) and self._admit_next(now, least if not planned else 0):
+            pass
+
+    def _continue_prompt(self, request: Request, now: float, least: int) -> None:
+        try:
+            num_tokens = max(least, self._chunk(request))
+        except TokenbusError as error:
+            self._batch.end(request, "error", now, error=error.to_wire())
+            return
+        if num_tokens and self._take(request, num_tokens, now):
+            self._plan(request, num_tokens)
+
+    def _admit_next(self, now: float, least: int) -> bool:
+        """Try the head of the line; False when it must wait, and with it everybody behind it."""
+        batch = self._batch
+        request = batch.line.peek(now)
+        if request is None:
+            return False
+        if self._view.budget <= 0 and not least:
+            return False
+        if len(batch.running) >= self._max_running and not self._displace(request, now):
+            return False
+        try:
+            match = self._match(request)
+            while not self._fits(request, match):
+                if not self._displace(request, now):
+                    return False
+                match = self._match(request)  # what the displaced one held may serve now, or be gone
+            return self._start(request, match, now, least)
+        except TokenbusError as error:
+            batch.end(request, "error", now, error=error.to_wire())
+            return True
+
+    def _displace(self, request: Request, now: float) -> bool:
+        """Whether the policy made a running request give way to a waiting one."""
+        if not self._batch.running:
+            return False
+        victim = self._batch.line.displaces(request, self._batch.running, now)
+        if victim is None:
+            return False
+        self._preempt(victim, now)
+        return True
+
+    def _match(self, request: Request) -> PrefixMatch | None:
+        if request.prompt_logits:
+            return None
+        for impl in request.hooks.match_prefix:
+            if impl.plugin in self._batch.distrusted:
+                continue
+            match: PrefixMatch | None = impl(request=request, pool=self._batch.pool)
+            if match is None or not match.blocks:
+                continue
+            if match.num_tokens != len(match.blocks) * self._batch.block_size or match.num_tokens >= len(request.tokens):
+                raise PluginError(
+                    f"plugin {impl.plugin!r} failed in match_prefix: {match.num_tokens} tokens in {len(match.blocks)} blocks for "
+                    f"{len(request.tokens)} tokens",
+                    plugin=impl.plugin,
+                    hook="match_prefix",
+                )
+            return match
+        return None
+
+    def _fits(self, request: Request, match: PrefixMatch | None) -> bool:
+        batch = self._batch
+        shared = match.blocks if match is not None else ()
+        free = batch.pool.num_available - sum(batch.pool.refs(block) == 0 for block in shared)
+        if not batch.running:
+            return batch.blocks_for(len(request.tokens)) - len(shared) <= free
+        needed = batch.soon(request) - len(shared)
+        return needed <= free and needed + batch.headroom() <= free
+
+    def _start(self, request: Request, match: PrefixMatch | None, now: float, least: int) -> bool:
+        """Admit the head of the line with its first chunk; False when `limit_chunk` leaves it out of this step."""
+        batch = self._batch
+        if match is not None:
+            request.computed = match.num_tokens
+        try:
+            num_tokens = max(least, self._chunk(request))
+        finally:
+            request.computed = 0
+        if not num_tokens:
+            return False
+        if match is not None:
+            batch.pool.share(match.blocks)
+            batch.grow(request, list(match.blocks))
+            request.computed = match.num_tokens
+        needed = batch.blocks_for(request.computed + num_tokens) - len(request.blocks)
+        if needed > 0:
+            blocks = batch.pool.allocate(needed)
+            assert blocks is not None, "_fits has counted them"
+            batch.grow(request, blocks)
+        self._count_hits(request)
+        batch.admit(request, now)
+        self._plan(request, num_tokens)
+        return True
+
+    def _count_hits(self, request: Request) -> None:
+        if request.cached_tokens is not None:
+            return
+        request.cached_tokens = min(request.computed, request.num_prompt)
+        if request.hooks.match_prefix and not request.prompt_logits:
+            counters, name = self._batch.counters, request.hooks.match_prefix[0].plugin
+            counters[f"{name}.query_tokens"] = counters.get(f"{name}.query_tokens", 0) + request.num_prompt
+            counters[f"{name}.hit_tokens"] = counters.get(f"{name}.hit_tokens", 0) + request.cached_tokens
+
+    def _chunk(self, request: Request) -> int:
+        """How many of a request's known tokens run in this step; 0: none, it is left out."""
+        view = self._view
+        remaining = len(request.tokens) - request.computed
+        wanted = min(remaining, max(0, view.budget))
+        answer: int | None = None
+        for impl in request.hooks.limit_chunk:
+            limit = impl(request=request, wanted=wanted, step=view)
+            if limit is not None:
+                answer = limit if answer is None else min(answer, limit)
+        if answer is not None:
+            return max(0, min(answer, wanted))
+        return remaining if remaining <= view.budget or view.prompt_tokens == 0 else 0
+
+    def _plan(self, request: Request, num_tokens: int) -> None:
+        view, request_id = self._view, request.request_id
+        self._num_tokens[request_id] = num_tokens
+        view.budget -= num_tokens
+        view.prompt_tokens += num_tokens
+        view.waiting = len(self._batch.line)
+        if request.worker_knows:
+            return
+        request.worker_knows = True
+        admitted = request.admitted
+        self._new.append(
+            WorkerRequest(
+                request_id=request_id,
+                tokens=list(request.tokens),
+                num_prompt_tokens=request.num_prompt,
+                num_computed=request.computed,
+                blocks=list(request.blocks),
+                temperature=admitted.temperature,
+                seed=admitted.seed,
+                choice=admitted.choice,
+                features=tuple(sorted(request.features)),
+                fields=request.fields,
+                prompt_logits=request.prompt_logits,
+            )
+        )

@@ -1,0 +1,70 @@
+"""One step's index arithmetic: from request states to the ragged batch, and what it costs by the model's arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from ..models.base import ForwardBatch, ModelSpec
+from .attention import AttentionBatch, KVLayout
+
+if TYPE_CHECKING:
+    from .state import WorkerRequestState
+
+
+class Run(NamedTuple):
+    """`n` tokens of `request` from its `computed`-th on."""
+
+    request: WorkerRequestState
+    n: int
+
+    @property
+    def samples(self) -> bool:
+        return self.request.computed + self.n == len(self.request.tokens)
+
+
+def build(runs: Sequence[Run], layout: KVLayout) -> ForwardBatch:
+    """The batch of at least one run, in the order given. Block tables are the requests' own lists: not to be changed."""
+    block_size = layout.block_size
+    total = sum(run.n for run in runs)
+    flat = np.empty((3, total), dtype=np.int64)  # token ids, positions, slots
+    query_start, context_len, tables = [0], [], []
+    start = 0
+    for request, count in runs:
+        done = request.computed
+        if count == 1:
+            flat[0, start] = request.tokens[done]
+            flat[1, start] = done
+            flat[2, start] = request.blocks[done // block_size] * block_size + done % block_size
+        else:
+            end = start + count
+            positions = flat[1, start:end]
+            positions[:] = np.arange(done, done + count)
+            first = done // block_size
+            blocks = np.asarray(request.blocks[first : (done + count - 1) // block_size + 1], dtype=np.int64)
+            flat[0, start:end] = request.tokens[done : done + count]
+            flat[2, start:end] = blocks[positions // block_size - first] * block_size + positions % block_size
+        start += count
+        query_start.append(start)
+        context_len.append(done + count)
+        tables.append(request.blocks)
+    ids, positions, slots = torch.from_numpy(flat).to(layout.device).unbind(0)
+    return ForwardBatch(ids, positions, AttentionBatch(query_start, context_len, tables, slots))
+
+
+def bytes_moved(runs: Sequence[Run], layout: KVLayout, spec: ModelSpec, head_calls: int) -> int:
+    """Weights once (the LM head as often as it was called), K/V of each context read once and of each new token written once."""
+    head = spec.head_params * layout.dtype.itemsize
+    weights = spec.weights_bytes + (head_calls - 1) * head
+    return weights + layout.bytes_per_token * sum(run.request.computed + 2 * run.n for run in runs)
+
+
+def flops(runs: Sequence[Run], layout: KVLayout, spec: ModelSpec, head_rows: int) -> int:
+    """Two for each weight a token meets; four for each head dimension of each (query, key) pair under the causal mask."""
+    tokens = sum(run.n for run in runs)
+    pairs = sum(run.n * run.request.computed + run.n * (run.n + 1) // 2 for run in runs)
+    linears = 2 * (spec.linear_params * tokens + spec.head_params * head_rows)
+    return linears + 4 * spec.num_heads * sum(layout.head_dim) * pairs

@@ -1,0 +1,95 @@
+"""The worker process: answers the engine's calls over an inherited socket, and ends when the engine is gone."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import structlog
+
+from ..errors import TokenbusError, WorkerError
+from ..logs import configure_logs
+from . import wire
+from .thread import RunnerFactory, make_runner
+
+if TYPE_CHECKING:
+    from .runner import ModelRunner
+
+log = structlog.get_logger(__name__)
+
+
+class Server:
+    def __init__(self, sock: socket.socket, factory: RunnerFactory) -> None:
+        self._sock = sock
+        self._factory = factory
+        self._runner: ModelRunner | None = None
+
+    def serve(self) -> None:
+        """Answer calls until `Close` or until the engine is gone."""
+        while True:
+            try:
+                call = wire.receive_call(self._sock)
+            except (EOFError, OSError):
+                return
+            try:
+                answer = self._answer(call)
+            except TokenbusError as error:
+                answer = wire.Failed(error.to_wire())
+            except Exception as error:
+                log.exception("worker_call_failed", call=type(call).__name__)
+                answer = wire.Failed(WorkerError(f"{type(error).__name__}: {error}").to_wire())
+            try:
+                wire.send(self._sock, answer)
+            except OSError:
+                return
+            if isinstance(call, wire.Close):
+                return
+
+    def _answer(self, call: wire.Call) -> wire.Answer:
+        match call:
+            case wire.Load(version=version, config=config, features=features):
+                if version != wire.VERSION:
+                    raise WorkerError(f"the engine speaks worker protocol {version}, this worker {wire.VERSION}")
+                configure_logs(config.server.log_format, config.server.log_level)
+                self._runner = self._factory(config, features)
+                return wire.Loaded(self._runner.load())
+            case wire.Close():
+                return wire.Done()
+        if self._runner is None:
+            raise WorkerError("the worker is not loaded")
+        match call:
+            case wire.Allocate(num_blocks=num_blocks):
+                self._runner.allocate(num_blocks)
+                return wire.Done()
+            case wire.Execute(order=order):
+                return wire.Executed(self._runner.run(order))
+
+
+def end_with_parent(fd: int) -> None:
+    """End this process as soon as the other end of the socket is closed, also in the middle of a step."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    while not any(event & (select.POLLRDHUP | select.POLLHUP | select.POLLERR) for _, event in poll.poll()):
+        pass
+    os._exit(0)
+
+
+def main(factory: RunnerFactory | None = None, arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="tokenbus.core.worker.process_main", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="the inherited end of the socket pair")
+    fd: int = parser.parse_args(arguments).fd
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches the whole process group; the engine decides
+    sock = socket.socket(fileno=fd)
+    threading.Thread(target=end_with_parent, args=(fd,), name="parent-watch", daemon=True).start()
+    Server(sock, factory or functools.partial(make_runner, clock=time.process_time)).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""The model runner: applies a step's order to request states, runs the model on the ragged batch, samples. Synchronous.
+
+run(order)
+  apply      dropped, new, new_blocks, features
+  prepare    token ids, positions, slots, block tables of all runs behind each other       (batch.build)
+  forward    the model, all tokens
+  logits     LM head on the rows that sample, one row for each request whose last known token was run
+  sample     core's sampler with the plugins' hooks                                         (sampler.sample)
+  prompts    LM head and token_logprobs over prompt rows of requests that want them, PROMPT_TILE rows at a time
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import structlog
+import torch
+
+from ...kernels.torch_ops.limits import measure_limits
+from .. import sampler
+from ..config import Config
+from ..errors import ErrorInfo, TokenbusError, WorkerError
+from ..host import PluginHost
+from ..models.base import CausalModel, KVCache
+from ..plan import StepInput, StepResult, TokenLogprobs, WorkerRequest
+from . import batch
+from .attention import KVLayout
+from .base import WorkerInfo
+from .batch import Run
+from .memory import free_bytes
+from .plugins import WorkerPlugins
+from .state import SampleRow, WorkerRequestState
+from .threads import available_cores
+
+log = structlog.get_logger(__name__)
+
+PROMPT_TILE = 32
+"""Prompt rows whose logits exist at the same time."""
+SAMPLE_TILE = 128
+"""Rows that are sampled together at most, which bounds the memory of their logits."""
+ALIGNMENT = 64
+"""Bytes; a cache line and an AVX-512 register."""
+
+ModelLoader = Callable[[Config], tuple[str, CausalModel]]
+"""Gives the model's name and the loaded model; raises ModelError."""
+
+
+def load_model(config: Config) -> tuple[str, CausalModel]:
+    from ..models.loader import load
+    from ..models.resolve import resolve
+
+    resolved = resolve(config.model.model)
+    return resolved.name, load(resolved, config.model.dtype, config.model.device)
+
+
+class ModelRunner:
+    """Owns the model, the K/V tensors and all request states. Not thread-safe: one thread calls it, `load` first, then `allocate`.
+
+    clock: CPU seconds of the thread or process it runs in.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        features: tuple[str, ...],
+        host: PluginHost,
+        *,
+        loader: ModelLoader = load_model,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.config = config
+        self.plugins = WorkerPlugins(host, features)
+        self._loader = loader
+        self._clock = clock
+        self._requests: dict[str, WorkerRequestState] = {}
+        self._failed: dict[str, ErrorInfo] = {}
+        """Requests that failed and are not dropped yet: the engine may have planned them again before it knew."""
+        self._model: CausalModel | None = None
+        self._layout: KVLayout | None = None
+        self._kv: KVCache | None = None
+
+    # ---- start ------------------------------------------------------------------------------------------------------------------
+
+    def load(self) -> WorkerInfo:
+        """Load plugins and model. Raises ModelError, PluginLoadError, ConfigError."""
+        started = time.perf_counter()
+        torch.set_num_threads(self.config.model.threads or available_cores())
+        self.plugins.start()
+        plugins_done = time.perf_counter()
+        name, model = self._loader(self.config)
+        weights_done = time.perf_counter()
+        self._model = model
+        self._layout = layout = model.kv_layout(self.config.cache.block_size)
+        lossless, reason = self._lossless(model, layout)
+        probed = time.perf_counter()
+        limits = measure_limits(layout.dtype)
+        spec = model.spec
+        return WorkerInfo(
+            model=name,
+            architecture=spec.architecture,
+            dtype=str(layout.dtype).removeprefix("torch."),
+            vocab_size=spec.vocab_size,
+            max_model_len=spec.max_model_len,
+            eos_token_ids=spec.eos_token_ids,
+            weights_bytes=spec.weights_bytes,
+            kv_bytes_per_token=layout.bytes_per_token,
+            free_bytes=free_bytes(),
+            lossless=lossless,
+            lossless_reason=reason,
+            phases={
+                "plugins": plugins_done - started,
+                "weights": weights_done - plugins_done,
+                "probe": probed - weights_done,
+                "limits": time.perf_counter() - probed,
+            },
+            read_bytes_per_second=limits.read_bytes_per_second,
+            flops_per_second=limits.flops_per_second,
+        )
+
+    def _lossless(self, model: CausalModel, layout: KVLayout) -> tuple[bool, str]:
+        if not model.spec.lossless:
+            return False, model.spec.lossless_reason
+        backend = self.plugins.attention(layout)
+        if not backend.invariant:
+            return False, f"attention backend {backend.name!r} is not batch invariant"
+        from ...kernels.torch_ops.probe import numerics_probe
+
+        return numerics_probe()
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the K/V tensors: zeros, whose pages the operating system provides as they are first written."""
+        layout = self._loaded()[1]
+        shapes = [
+            (num_blocks, layout.block_size, heads, dim) for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
+        ]
+        self._kv = KVCache([_zeros(s, layout) for s in shapes], [_zeros(s, layout) for s in shapes])
+
+    def _loaded(self) -> tuple[CausalModel, KVLayout]:
+        if self._model is None or self._layout is None:
+            raise WorkerError("the model is not loaded")
+        return self._model, self._layout
+
+    # ---- a step -----------------------------------------------------------------------------------------------------------------
+
+    def run(self, order: StepInput) -> StepResult:
+        """Run one step. Raises WorkerError when it fails as a whole; a request that fails alone is in `errors` of the result."""
+        cpu = self._clock()
+        try:
+            with torch.inference_mode():
+                result = self._run(order)
+        except WorkerError:
+            raise
+        except Exception as error:
+            log.exception("step_failed", step_id=order.step_id)
+            raise WorkerError(f"step {order.step_id} failed: {type(error).__name__}: {error}") from error
+        result.phases["cpu"] = self._clock() - cpu
+        return result
+
+    def _run(self, order: StepInput) -> StepResult:
+        model, layout = self._loaded()
+        if self._kv is None:
+            raise WorkerError("the K/V cache is not allocated")
+        started = time.perf_counter()
+        result = StepResult(step_id=order.step_id, sampled={})
+        self._apply(order, result)
+        runs = self._runs(order, result)
+        if not runs:
+            return result
+        attention = self.plugins.attention(layout)
+        forward = batch.build(runs, layout)
+        forward.attention.prepared = attention.prepare(forward.attention)
+        prepared = time.perf_counter()
+        hidden = model.forward(forward, self._kv, attention)
+        ran = time.perf_counter()
+
+        starts = forward.attention.query_start
+        prompt_rows, head_calls = self._prompt_logprobs(runs, starts, hidden, result)
+        prompted = time.perf_counter()
+        sampling = [i for i, run in enumerate(runs) if run.samples]
+        result.flops = batch.flops(runs, layout, model.spec, prompt_rows + len(sampling))
+        head_calls += -(-len(sampling) // SAMPLE_TILE)
+        result.bytes_moved = batch.bytes_moved(runs, layout, model.spec, head_calls)
+        for request, n in runs:
+            request.computed += n
+        in_head = 0.0
+        for first in range(0, len(sampling), SAMPLE_TILE):
+            some = sampling[first : first + SAMPLE_TILE]
+            head_started = time.perf_counter()
+            logits = self._head(hidden[[starts[i + 1] - 1 for i in some]])
+            in_head += time.perf_counter() - head_started
+            self._sample(logits, [runs[i].request for i in some], result)
+        result.phases = {
+            "prepare": prepared - started,
+            "forward": ran - prepared,
+            "logits": in_head,
+            "sample": time.perf_counter() - prompted - in_head,
+        }
+        if prompt_rows:
+            result.phases["prompt_logprobs"] = prompted - ran
+        return result
+
+    def _apply(self, order: StepInput, result: StepResult) -> None:
+        for request_id in order.dropped:
+            self._requests.pop(request_id, None)
+            self._failed.pop(request_id, None)
+            self.plugins.removed(request_id)
+        for new in order.new:
+            self._add(new, result)
+        for request_id, blocks in order.new_blocks.items():
+            if request_id in self._requests:
+                self._requests[request_id].blocks.extend(blocks)
+        if order.features is not None:
+            self._switch(order.features, result)
+        self.plugins.release()
+
+    def _switch(self, features: tuple[str, ...], result: StepResult) -> None:
+        """A plugin that can't be loaded here fails the step: the engine then switches it off again."""
+        changed = self.plugins.switch(features)
+        if not changed:
+            return
+        for request in self._requests.values():
+            if request.request_id in self._failed:
+                continue
+            try:
+                for impl in self.plugins.move(request, changed):
+                    impl(request=request)
+            except TokenbusError as error:
+                self._fail(request.request_id, error, result)
+
+    def _add(self, new: WorkerRequest, result: StepResult) -> None:
+        try:
+            request = WorkerRequestState(new, self.plugins.added(new))
+            self._requests[new.request_id] = request
+            for impl in request.hooks.worker_request_added:
+                impl(request=request)
+        except TokenbusError as error:
+            self._fail(new.request_id, error, result)
+
+    def _fail(self, request_id: str, error: TokenbusError, result: StepResult) -> None:
+        error.request_id = request_id
+        log.warning(
+            "request_failed_on_worker", request_id=request_id, error=error.message, plugin=error.plugin, hook=error.hook
+        )
+        self._failed[request_id] = result.errors[request_id] = error.to_wire()
+
+    def _runs(self, order: StepInput, result: StepResult) -> list[Run]:
+        """What can be run of the order; the rest are errors of their requests."""
+        block_size = self._loaded()[1].block_size
+        runs = []
+        for request_id, count in order.num_tokens.items():
+            if request_id in self._failed:
+                result.errors[request_id] = self._failed[request_id]
+                continue
+            request = self._requests.get(request_id)
+            end = count if request is None else request.computed + count
+            if request is None:
+                problem = "is unknown to the worker"
+            elif count < 1 or end > len(request.tokens):
+                problem = f"can't run {count} tokens: {request.computed} of {len(request.tokens)} are computed"
+            elif end > len(request.blocks) * block_size:
+                problem = f"has blocks for {len(request.blocks) * block_size} tokens, but {end} are to be written"
+            else:
+                runs.append(Run(request, count))
+                continue
+            self._fail(request_id, WorkerError(f"request {request_id} {problem}"), result)
+        return runs
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocab_size], contiguous, on the CPU, ours to change."""
+        return self._loaded()[0].logits(hidden).to("cpu", torch.float32).contiguous()
+
+    def _sample(self, logits: torch.Tensor, requests: list[WorkerRequestState], result: StepResult) -> None:
+        pairs = [
+            (i, SampleRow(request, len(request.tokens)))
+            for i, request in enumerate(requests)
+            if request.request_id not in result.errors
+        ]
+        if len(pairs) < len(requests):
+            logits = logits[[i for i, _ in pairs]]
+        rows = [row for _, row in pairs]
+        if not rows:
+            return
+        outcome = sampler.sample(logits, rows, self.plugins.order)
+        for request_id, error in outcome.errors.items():
+            self._fail(request_id, error, result)
+        for row, token, entry in zip(rows, outcome.token_ids, outcome.logprobs, strict=True):
+            request = row.request
+            if request.request_id in result.errors:
+                continue
+            request.tokens.append(token)
+            result.sampled[request.request_id] = [token]
+            if entry is not None:
+                result.logprobs[request.request_id] = [entry]
+
+    def _prompt_logprobs(self, runs: list[Run], starts: list[int], hidden: torch.Tensor, result: StepResult) -> tuple[int, int]:
+        """Fill `result.prompt_logprobs`. Returns rows and calls of the LM head."""
+        num_rows = num_calls = 0
+        for run, start in zip(runs, starts, strict=False):
+            request = run.request
+            if not request.prompt_logits:
+                continue
+            count = min(run.n, request.num_prompt_tokens - 1 - request.computed)
+            entries: list[TokenLogprobs] = []
+            for first in range(0, count, PROMPT_TILE):
+                size = min(PROMPT_TILE, count - first)
+                position = request.computed + first + 1
+                rows = [SampleRow(request, position + i, is_prompt=True) for i in range(size)]
+                logits = self._head(hidden[start + first : start + first + size])
+                known = request.tokens[position : position + size]
+                given, errors = sampler.prompt_logprobs(logits, rows, known, self.plugins.order)
+                num_rows, num_calls = num_rows + size, num_calls + 1
+                if errors:
+                    self._fail(request.request_id, errors[request.request_id], result)
+                    break
+                entries.extend(entry for entry in given if entry is not None)
+            else:
+                if entries:
+                    result.prompt_logprobs[request.request_id] = entries
+        return num_rows, num_calls
+
+
+def _zeros(shape: tuple[int, ...], layout: KVLayout) -> torch.Tensor:
+    if layout.device.type != "cpu":
+        return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+    size = int(np.prod(shape)) * layout.dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)  # calloc: lazily
+    offset = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[offset : offset + size]).view(layout.dtype).view(shape)

@@ -1,0 +1,139 @@
+"""Rows of the case book that need a server of their own: a small pool, a killed engine, signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import anyio
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_c27_c28_c29_small_pool(serve_demo, client_of):
+    """Eight blocks of 16: the pool is the limit, not the model. Then more requests than fit: all end, each as if alone."""
+    with serve_demo("--num-blocks", "8", "--max-running", "8", "--token-budget", "64") as server:
+        api = client_of(server)
+        listed = await api.call("GET", "/v1/models")
+        limit = listed.body["data"][0]["max_model_len"]
+        assert limit <= 128
+        refused = await api.complete(list(range(1000, 1000 + limit)))
+        assert (refused.status, refused.error["code"]) == (400, "ContextLengthError")
+        assert str(limit) in refused.error["message"]
+        await api.check_well()
+        bodies = [
+            {"prompt": list(range(1000 + 50 * i, 1020 + 50 * i)), "max_tokens": 30, "ignore_eos": True, "seed": i, "frequency_penalty": 1}
+            for i in range(6)
+        ]
+        together = []
+
+        async def ask(body):
+            together.append((body["seed"], (await api.complete(**body)).text))
+
+        async with anyio.create_task_group() as tasks:
+            for body in bodies:
+                tasks.start_soon(ask, body)
+        alone = [(body["seed"], (await api.complete(**body)).text) for body in bodies]
+        assert sorted(together) == alone
+        assert await api.metric("tokenbus_preemptions_total") >= 1
+        await api.check_well()
+
+
+async def test_c59_killed_engine_then_c60_drain(serve_demo, client_of):
+    with serve_demo("--restart-backoff", "0.2", "--drain-seconds", "60") as server:
+        api = client_of(server)
+        await api.check_well()
+        engine = _engine_of(server.process.pid)
+        found = []
+
+        async def follow(prompt, tokens):
+            found.append(await api.stream_completion(prompt, max_tokens=tokens, ignore_eos=True, temperature=0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follow, "Once upon a time", 400)
+            await _until(api, lambda running: running >= 1)
+            os.kill(engine, signal.SIGKILL)
+        (events,) = found
+        if events.status == 200:
+            assert events.chunks[-1]["error"]["code"] == "EngineDiedError"
+            assert set(events.reasons()) == {None}
+            assert events.done
+        else:
+            assert events.status == 500
+        refused = await api.complete("x", max_tokens=1)
+        assert refused.status in {200, 503}
+        if refused.status == 503:
+            assert int(refused.headers["Retry-After"]) >= 1
+        with anyio.fail_after(60):
+            while (await api.call("GET", "/ready")).status != 200:  # noqa: ASYNC110 - another process
+                await anyio.sleep(0.1)
+        await api.check_well()
+        assert _engine_of(server.process.pid) != engine
+
+        found.clear()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(follow, "1, 2, 3,", 60)
+            tasks.start_soon(follow, "1, 2, 3,", 60)
+            await _until(api, lambda running: running >= 2)
+            server.send(signal.SIGTERM)
+            with anyio.fail_after(10):
+                while (await api.call("GET", "/ready")).status == 200:  # noqa: ASYNC110 - another process
+                    await anyio.sleep(0.01)
+            third = await api.complete("x", max_tokens=1)
+            assert third.status == 503
+            assert third.headers["Retry-After"]
+        assert [events.reasons()[-1] for events in found] == ["length", "length"]
+        assert all(events.done for events in found)
+        assert await anyio.to_thread.run_sync(server.wait) == 0
+        assert not _alive(_engine_of(server.process.pid, default=engine))
+
+
+async def test_c60_second_signal_ends_at_once(serve_demo, client_of):
+    with serve_demo("--drain-seconds", "60") as server:
+        api = client_of(server)
+        engine = _engine_of(server.process.pid)
+
+        async def ask():
+            with pytest.raises(Exception):  # noqa: B017, PT011 - whatever a cut connection raises
+                await api.complete("Once upon a time", max_tokens=480, ignore_eos=True)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+            await _until(api, lambda running: running >= 1)
+            server.send(signal.SIGTERM)
+            with anyio.fail_after(10):
+                while (await api.call("GET", "/ready")).status == 200:  # noqa: ASYNC110 - another process
+                    await anyio.sleep(0.01)
+            server.send(signal.SIGTERM)
+            assert await anyio.to_thread.run_sync(server.wait, 10) == 128 + signal.SIGTERM
+        assert not _alive(engine)
+
+
+async def _until(api, condition) -> None:
+    with anyio.fail_after(20):
+        while not condition(await api.metric("tokenbus_requests_running")):
+            await anyio.sleep(0.01)
+
+
+def _engine_of(front: int, default: int | None = None) -> int:
+    """The process whose parent is `front`."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", encoding="ascii") as stat:
+                    parent = int(stat.read().rpartition(")")[2].split()[1])
+            except (OSError, ValueError):
+                continue
+            if parent == front:
+                return int(entry)
+    assert default is not None
+    return default
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

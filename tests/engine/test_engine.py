@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import time
+
+import anyio
+import pytest
+from engine_fakes import BREAK, EOS, FAIL_STEP, WORKER_DIES, FakeWorker, following
+from engine_harness import engine, request
+
+from tokenbus.core.config import SchedulerConfig
+from tokenbus.core.errors import EngineDiedError, FieldError, NotFoundError
+from tokenbus.core.messages import Cancel, Failed, Heartbeat, Shutdown
+from tokenbus.core.plan import StepInput, StepPlan, StepResult
+
+pytestmark = pytest.mark.anyio
+
+
+class Gate:
+    """Stops the worker in each step until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.entered = anyio.Event()
+        self.go = anyio.Event()
+
+    async def __call__(self, _order: StepInput) -> None:
+        self.entered.set()
+        await self.go.wait()
+
+    async def step(self) -> None:
+        """Let the step that waits run; the next one will wait again."""
+        self.entered, go, self.go = anyio.Event(), self.go, anyio.Event()
+        go.set()
+
+
+async def test_requests_run_to_their_end_with_their_own_tokens():
+    async with engine() as e:
+        await e.add(request("a", [1, 2, 3], 5), request("b", [50], 2), request("c", [898], 9))
+        await e.until_finished("a", "b", "c")
+        assert e.tokens == {"a": following([3], 5), "b": [51, 52], "c": [899]}
+        assert [e.finished[r].reason for r in "abc"] == ["length", "length", "stop"]
+        assert e.finished["c"].stop_token == EOS
+        assert sorted(e.ends) == ["a", "b", "c"]
+
+
+async def test_every_step_is_told_on_the_bus_and_kept_as_a_plan():
+    async with engine(scheduler=SchedulerConfig(plan_history=2)) as e:
+        told: list[StepPlan | StepResult] = []
+        e.core.bus.listen(told.append, StepPlan, StepResult)
+        await e.add(request("a", [1, 2, 3], 3))
+        await e.until_finished("a")
+        assert [type(event) for event in told] == [StepPlan, StepResult] * 3
+        assert [plan.num_tokens for plan in told if isinstance(plan, StepPlan)] == [{"a": 3}, {"a": 1}, {"a": 1}]
+        plans = (await e.query("plans"))["plans"]
+        assert [plan["num_tokens"] for plan in plans] == [{"a": 1}, {"a": 1}]  # the history's bound
+        assert {"step_id", "num_tokens", "budget", "free_blocks", "preempted"} <= plans[0].keys()
+        assert (await e.query("plans", last=1))["plans"] == plans[1:]
+        assert (await e.query("plans", last=0))["plans"] == []
+        assert len(e.outputs) == 3  # one message a step
+        assert all(output.report is not None for output in e.outputs)
+
+
+async def test_wrong_questions_are_answered_with_an_error():
+    async with engine() as e:
+        with pytest.raises(NotFoundError, match="answers: plans, integrity, stats"):
+            await e.query("weather")
+        with pytest.raises(FieldError, match="last"):
+            await e.query("plans", last="all")
+        assert await e.query("integrity") == {"ok": True, "problem": ""}
+
+
+async def test_the_engine_receives_while_a_step_computes_and_applies_between_steps():
+    gate = Gate()
+    async with engine(worker=FakeWorker(before=gate)) as e:
+        await e.add(request("a", max_tokens=100))
+        await gate.entered.wait()
+        await e.add(request("b", max_tokens=100))
+        await e.channel.send(Cancel(["a"]))
+        await e.arrived(2)
+        assert list(e.core.scheduler.requests) == ["a"]  # nothing changes under a step
+        await gate.step()
+        await gate.entered.wait()
+        assert e.worker.orders[1].num_tokens == {"b": 3}
+        assert e.worker.orders[1].dropped == ["a"]
+        await e.channel.send(Cancel(["b"]))
+        await e.arrived(1)
+        await gate.step()
+        await e.until_finished("a", "b")
+        assert [e.finished[r].reason for r in "ab"] == ["cancelled", "cancelled"]
+        assert len(e.worker.orders) == 2
+
+
+async def test_cancel_at_every_stage_frees_everything():
+    gate = Gate()
+    limits = SchedulerConfig(max_running=1, token_budget=4)
+    async with engine(worker=FakeWorker(before=gate), scheduler=limits) as e:
+        start = await e.query("stats")
+        for stage in ("waiting", "prefill", "decode"):
+            mine, other = f"{stage}-mine", f"{stage}-other"
+            if stage == "waiting":
+                await e.add(request(other, max_tokens=100), request(mine, max_tokens=100))
+                await gate.entered.wait()
+            else:
+                await e.add(request(mine, max_tokens=100))
+                await gate.entered.wait()
+                if stage == "decode":
+                    await gate.step()
+                    await gate.entered.wait()
+            assert e.core.scheduler.num_waiting == (1 if stage == "waiting" else 0)
+            await e.channel.send(Cancel([mine, other, "unknown"]))
+            await e.arrived(1)
+            await gate.step()
+            await e.until_finished(mine)
+            after = await e.query("stats")
+            assert {**after, "step_id": 0} == {**start, "step_id": 0}, stage
+            assert await e.query("integrity") == {"ok": True, "problem": ""}
+        assert sorted(e.ends) == ["decode-mine", "prefill-mine", "waiting-mine", "waiting-other"]
+
+
+async def test_200_cancel_cycles_return_to_the_start():
+    async with engine(num_blocks=16) as e:
+        start = await e.query("stats")
+        for i in range(200):
+            await e.add(request(f"r{i}", max_tokens=50))
+            if i % 2:
+                await e.until(lambda name=f"r{i}": name in e.tokens)
+            await e.channel.send(Cancel([f"r{i}", f"r{i}"]))
+            await e.until_finished(f"r{i}")
+        end = await e.query("stats")
+        assert {**end, "step_id": 0} == {**start, "step_id": 0}
+        assert e.ends == [f"r{i}" for i in range(200)]
+        await e.add(request("normal"))
+        await e.until_finished("normal")
+        assert e.tokens["normal"] == following([30], 3)
+
+
+async def test_a_deadline_ends_a_request_while_nothing_else_happens():
+    gate = Gate()
+    async with engine(worker=FakeWorker(before=gate), scheduler=SchedulerConfig(max_running=1)) as e:
+        await e.add(request("a", deadline=time.time() + 0.05, arrival=time.time()))
+        await gate.entered.wait()
+        await e.add(request("b", max_tokens=1))
+        await gate.step()
+        await gate.entered.wait()
+        await anyio.sleep(0.06)
+        gate.go.set()
+        gate.go = anyio.Event()
+        gate.go.set()
+        await e.until_finished("a", "b")
+        error = e.finished["a"].error
+        assert error is not None
+        assert error.kind == "DeadlineError"
+        assert e.finished["b"].reason == "length"
+
+
+async def test_a_failed_step_ends_its_requests_and_the_loop_goes_on():
+    async with engine() as e:
+        await e.add(request("bad", [FAIL_STEP, 1]), request("with-it", [5]))
+        await e.until_finished("bad", "with-it")
+        for request_id in ("bad", "with-it"):
+            error = e.finished[request_id].error
+            assert error is not None
+            assert (error.kind, error.message) == ("WorkerError", "the fake step failed")
+        await e.add(request("next", [7], 2))
+        await e.until_finished("next")
+        assert e.tokens == {"next": [8, 9]}
+        assert (await e.query("stats"))["free_blocks"] == 64
+        assert await e.query("integrity") == {"ok": True, "problem": ""}
+
+
+@pytest.mark.parametrize(
+    ("token", "error", "words"),
+    [(WORKER_DIES, EngineDiedError, "worker process 1 ended with signal 9"), (BREAK, RuntimeError, "RuntimeError: a bug")],
+)
+async def test_an_error_of_the_engine_itself_is_told_and_ends_it(token: int, error: type[Exception], words: str):
+    async with engine(expect=error) as e:
+        await e.add(request("bad", [token, 1]))
+        failed = await e.receive()
+        assert isinstance(failed, Failed)
+        assert words in failed.error.message
+        assert e.finished == {}
+
+
+async def test_the_engine_stops_when_the_front_closes_its_end():
+    async with engine(shutdown=False) as e:
+        await e.query("stats")
+        e.channel.close()
+    assert e.worker.closed
+
+
+async def test_shutdown_stops_after_the_current_step():
+    gate = Gate()
+    async with engine(worker=FakeWorker(before=gate), shutdown=False) as e:
+        await e.add(request("a", max_tokens=100))
+        await gate.entered.wait()
+        await e.channel.send(Shutdown())
+        await e.arrived(1)
+        gate.go.set()
+    assert len(e.worker.orders) == 1
+    assert e.worker.closed
+
+
+async def test_heartbeats_tell_the_age_of_a_step_that_computes():
+    gate = Gate()
+    async with engine(worker=FakeWorker(before=gate)) as e:
+        await e.add(request("a", max_tokens=1))
+        await gate.entered.wait()
+        beats = [message async for message in _beats(e.channel, 2)]
+        assert beats[-1].step_age > 0.5
+        assert beats[-1].step_id == e.worker.orders[0].step_id
+        assert beats[-1].cpu_seconds > 0
+        gate.go.set()
+
+
+async def _beats(channel, count: int):
+    """Heartbeats, the last of which was sent at least a second after the first."""
+    seen = 0
+    while seen < count:
+        message = await channel.receive()
+        if isinstance(message, Heartbeat):
+            seen += 1
+            yield message

@@ -1,0 +1,179 @@
+"""What the bus tells becomes the right samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from tokenbus.core.bus import Bus
+from tokenbus.core.config import Config
+from tokenbus.core.contexts import FrontContext
+from tokenbus.core.front.events import EngineDied, EngineStarted, LoopLag, RequestAdmitted, RequestRecord, RequestRefused
+from tokenbus.core.messages import EngineInfo, StepReport
+from tokenbus.plugins.metrics import Metrics, MetricsSettings
+from tokenbus.plugins.metrics.collector import Collector, IdleAlarm, prompt_bucket
+
+INFO = EngineInfo(
+    version=1,
+    model="m",
+    architecture="a",
+    dtype="float32",
+    vocab_size=10,
+    max_model_len=100,
+    block_size=16,
+    num_blocks=50,
+    weights_bytes=1,
+    kv_bytes_per_token=1,
+    eos_token_ids=(0,),
+    lossless=True,
+    read_bytes_per_second=1000.0,
+    flops_per_second=4000.0,
+)
+
+
+def step(**changes):
+    values = {
+        "step_id": 1,
+        "started": 100.0,
+        "duration": 0.5,
+        "phases": {"forward": 0.4, "sample": 0.1},
+        "num_requests": 3,
+        "prompt_tokens": 20,
+        "decode_tokens": 2,
+        "running": 3,
+        "waiting": 4,
+        "free_blocks": 10,
+        "num_blocks": 50,
+        "preempted": 1,
+        "allocation_failures": 2,
+        "bytes_moved": 250,
+        "flops": 1000,
+        "cpu_seconds": 7.0,
+    }
+    return StepReport(**(values | changes))
+
+
+def record(**changes):
+    values = {
+        "request_id": "r",
+        "group": "g",
+        "endpoint": "chat",
+        "tenant": "",
+        "arm": "",
+        "arrival": 1.0,
+        "prompt_tokens": 300,
+        "cached_tokens": 32,
+        "output_tokens": 3,
+        "finish_reason": "length",
+        "ttft": 0.3,
+        "e2e": 0.9,
+        "gaps": (0.1, 0.2),
+    }
+    return RequestRecord(**(values | changes))
+
+
+@pytest.fixture
+def collector():
+    return Collector(FrontContext(bus=Bus(), config=Config(), info=lambda: INFO), MetricsSettings())
+
+
+def value(collector, name, **labels):
+    return collector.registry.get_sample_value(f"tokenbus_{name}", labels)
+
+
+def tell(collector, *events):
+    for event in events:
+        collector._front.bus.publish(event)
+
+
+def test_a_step(collector):
+    tell(collector, step(), step(step_id=2, allocation_failures=5, cpu_seconds=9.0, preempted=0))
+    assert value(collector, "steps_total") == 2
+    assert value(collector, "requests_running") == 3
+    assert value(collector, "requests_waiting") == 4
+    assert value(collector, "kv_usage_ratio") == pytest.approx(0.8)
+    assert value(collector, "step_prompt_tokens_sum") == 40
+    assert value(collector, "step_decode_tokens_sum") == 4
+    assert value(collector, "step_phase_seconds_total", phase="forward") == pytest.approx(0.8)
+    assert value(collector, "preemptions_total") == 1
+    assert value(collector, "kv_allocation_failures_total") == 5
+    assert value(collector, "process_cpu_seconds_total", process="engine") == 9.0
+    assert value(collector, "step_bandwidth_ratio") == pytest.approx(250 / 0.5 / 1000)
+    assert value(collector, "step_flops_ratio") == pytest.approx(1000 / 0.5 / 4000)
+
+
+def test_a_request_counts_once_and_by_prompt_length(collector):
+    tell(collector, RequestAdmitted("r"), record(), RequestAdmitted("s"))
+    assert prompt_bucket(300) == "le_512"
+    assert value(collector, "requests_started_total") == 2
+    assert value(collector, "requests_open") == 1
+    assert value(collector, "requests_finished_total", reason="length", arm="") == 1
+    assert value(collector, "ttft_seconds_count", prompt="le_512") == 1
+    assert value(collector, "inter_token_latency_seconds_count", prompt="le_512") == 2
+    assert value(collector, "inter_token_latency_seconds_sum", prompt="le_512") == pytest.approx(0.3)
+    assert value(collector, "cached_prompt_tokens_total") == 32
+
+
+def test_a_request_without_a_token_has_no_ttft(collector):
+    tell(collector, record(ttft=None, gaps=(), finish_reason="cancelled", output_tokens=0))
+    assert value(collector, "ttft_seconds_count", prompt="le_512") in (None, 0)
+    assert value(collector, "requests_finished_total", reason="cancelled", arm="") == 1
+
+
+def test_refusals_lag_and_the_engines_life(collector):
+    tell(collector, RequestRefused("chat", 429, "OverloadedError"), LoopLag("front", 0.002, 3.0), LoopLag("front", 0.2, 4.0))
+    assert value(collector, "requests_refused_total", status="429", kind="OverloadedError") == 1
+    assert value(collector, "loop_lag_seconds_count", process="front") == 2
+    assert value(collector, "process_cpu_seconds_total", process="front") == 4.0
+    tell(
+        collector,
+        step(cpu_seconds=9.0),
+        EngineDied("killed", 3, 0.5),
+        EngineStarted(INFO, 1),
+        step(cpu_seconds=2.0, allocation_failures=1),
+    )
+    assert value(collector, "engine_deaths_total") == 1
+    assert value(collector, "engine_restarts") == 1
+    # a new process starts counting at zero; what was counted stays
+    assert value(collector, "process_cpu_seconds_total", process="engine") == 11.0
+    assert value(collector, "kv_allocation_failures_total") == 3
+    assert value(collector, "machine_read_bytes_per_second") == 1000.0
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 2048, 8192, 8193])
+def test_prompt_buckets(length):
+    expected = {1: "le_128", 128: "le_128", 129: "le_512", 2048: "le_2048", 8192: "le_8192", 8193: "gt_8192"}
+    assert prompt_bucket(length) == expected[length]
+
+
+def test_the_alarm_rises_when_work_waits_between_steps_and_falls_again():
+    alarm = IdleAlarm(fraction=0.2, window=10.0)
+    assert alarm.step(0.0, 1.0, busy=True) == 0.0
+    assert alarm.step(2.0, 1.0, busy=True) == pytest.approx(1.0)
+    assert not alarm.alarm
+    assert alarm.step(5.0, 1.0, busy=False) == pytest.approx(2.0)
+    assert alarm.alarm
+    # nothing waited: a long pause is no idleness, and the old gaps leave the window
+    assert alarm.step(30.0, 1.0, busy=True) == 0.0
+    assert not alarm.alarm
+
+
+def test_off_means_no_listener_and_no_route_answers(collector):
+    plugin = Metrics(MetricsSettings(), "front")
+    bus = Bus()
+    plugin.front_started(front=FrontContext(bus=bus, config=Config(), info=lambda: None))
+    assert bus.wants(StepReport)
+    assert [(route.method, route.path) for route in plugin.http_routes()] == [("GET", "/metrics")]
+    plugin.front_stopped()
+    assert not bus.wants(StepReport)
+
+
+@pytest.mark.parametrize("accept", ["", "text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_exposition_is_the_library_s(collector, accept):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    tell(collector, step(), record())
+    body, content_type = collector.exposition(accept)
+    assert content_type.startswith("application/openmetrics-text" if "openmetrics" in accept else "text/plain")
+    if "openmetrics" not in accept:
+        names = {family.name for family in text_string_to_metric_families(body.decode())}
+        assert {"tokenbus_steps", "tokenbus_ttft_seconds", "tokenbus_requests_running"} <= names

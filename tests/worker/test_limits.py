@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tokenbus.core.worker.memory import cgroup_free, free_bytes
+from tokenbus.core.worker.threads import ancestors, available_cores, cgroup_quota
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_this_machine():
+    assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
+    assert free_bytes() > 0
+
+
+def test_ancestors_include_the_root(tmp_path):
+    assert ancestors(tmp_path, "/a/b") == [tmp_path / "a/b", tmp_path / "a", tmp_path]
+    assert ancestors(tmp_path, "/") == [tmp_path]
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"": "max 100000"}, None),
+        ({"": "150000 100000"}, 1.5),
+        ({"": "400000 100000", "a": "max 1", "a/b": "50000 100000"}, 0.5),
+    ],
+)
+def test_quota_version_2(tmp_path, files, quota):
+    for path, text in files.items():
+        write(tmp_path / path, cpu__max=text)
+    assert cgroup_quota(tmp_path, {"": "/a/b"}) == quota
+
+
+@pytest.mark.parametrize(("value", "quota"), [("-1", None), ("300000", 3.0)])
+def test_quota_version_1(tmp_path, value, quota):
+    write(tmp_path / "cpu/x", cpu__cfs_quota_us=value, cpu__cfs_period_us="100000")
+    assert cgroup_quota(tmp_path, {"cpu": "/x"}) == quota
+
+
+def test_memory_of_cgroups(tmp_path):
+    write(tmp_path / "a", memory__max="1000", memory__current="700", memory__stat="anon 600\ninactive_file 50\n")
+    write(tmp_path, memory__max="max", memory__current="5")
+    write(
+        tmp_path / "memory", memory__limit_in_bytes="900", memory__usage_in_bytes="100", memory__stat="total_inactive_file 20"
+    )
+    assert cgroup_free(tmp_path, {"": "/a"}) == [350, 820]
