@@ -30,7 +30,7 @@ from tokenbus.core.kv.pool import BlockPool
 from tokenbus.core.messages import StepOutput
 from tokenbus.core.plan import StepPlan, StepResult
 from tokenbus.core.request import AdmittedRequest
-from tokenbus.core.scheduler import Scheduler
+from tokenbus.core.scheduling.scheduler import Scheduler
 from tokenbus.plugins.chunked_prefill import ChunkedPrefill
 from tokenbus.plugins.prefix_cache import PrefixCache
 from tokenbus.plugins.scheduling.fcfs import Fcfs

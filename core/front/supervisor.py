@@ -44,7 +44,7 @@ from ..messages import (
 
 log = structlog.get_logger(__name__)
 
-ENGINE = (sys.executable, "-P", "-m", "tokenbus.core.engine_main")
+ENGINE = (sys.executable, "-P", "-m", "tokenbus.core.engine.main")
 """What starts an engine; "--fd N" is added."""
 TICK = 0.1
 """Seconds between two looks at the engine's signs of life."""

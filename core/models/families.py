@@ -82,9 +82,7 @@ class _Reader:
                     factor=float(given["factor"]),
                     low_freq_factor=float(given["low_freq_factor"]),
                     high_freq_factor=float(given["high_freq_factor"]),
-                    original_max_len=int(
-                        given.get("original_max_position_embeddings") or self.need("max_position_embeddings")
-                    ),
+                    original_max_len=int(given.get("original_max_position_embeddings") or self.need("max_position_embeddings")),
                 )
             case "factors":
                 return RopeConfig(dim, theta, "factors", freq_factors=tuple(given["freq_factors"]))
@@ -99,7 +97,7 @@ class _Reader:
             raise self.refuse(f"layer_types has {len(types)} entries for {self.num_layers} layers")
         unknown = set(types) - {"full_attention", "sliding_attention"}
         if unknown:
-            raise self.refuse(f"unknown layer type {sorted(unknown)[0]!r}")
+            raise self.refuse(f"unknown layer type {min(unknown)!r}")
         if "sliding_attention" in types and not window:
             raise self.refuse("sliding layers without a sliding_window")
         return [window if t == "sliding_attention" else None for t in types]

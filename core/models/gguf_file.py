@@ -211,7 +211,10 @@ def read_tensors(reader: gguf.GGUFReader, name: str) -> Iterator[tuple[str, torc
     from gguf.quants import dequantize
 
     arch = _value(reader, "general.architecture")
-    heads = {"attn_q": _value(reader, f"{arch}.attention.head_count"), "attn_k": _value(reader, f"{arch}.attention.head_count_kv")}
+    heads = {
+        "attn_q": _value(reader, f"{arch}.attention.head_count"),
+        "attn_k": _value(reader, f"{arch}.attention.head_count_kv"),
+    }
     for tensor in reader.tensors:
         if tensor.name.startswith("rope_f"):
             continue

@@ -32,7 +32,9 @@ def _llama3(base: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """How often each frequency turns within the original context."""
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     between = (1 - smooth) * base / rope.factor + smooth * base
-    return torch.where(turns < rope.low_freq_factor, base / rope.factor, torch.where(turns > rope.high_freq_factor, base, between))
+    return torch.where(
+        turns < rope.low_freq_factor, base / rope.factor, torch.where(turns > rope.high_freq_factor, base, between)
+    )
 
 
 class RopeTable:

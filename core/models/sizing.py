@@ -35,7 +35,7 @@ class ModelSize:
 
 
 def resolve_dtype(resolved: ResolvedModel, dtype: str) -> str:
-    """"float32" or "bfloat16" for the setting "auto" (or either of them): the checkpoint's own, float16 becomes float32, GGUF bfloat16."""
+    """ "float32" or "bfloat16" for the setting "auto" (or either of them): the checkpoint's own, float16 becomes float32, GGUF bfloat16."""
     if dtype != "auto":
         return dtype
     if resolved.gguf is not None:
@@ -79,11 +79,9 @@ def count_parameters(config: DecoderConfig) -> ParameterCount:
 
 def weight_files(folder: Path) -> list[Path]:
     """The checkpoint's safetensors files, in the index's order. ModelError when there are none."""
-    index = folder / "model.safetensors.index.json"
+    names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
     missing = [n for n in names if not (folder / n).is_file()]
     if missing:
         raise ModelError(f"{folder} has no {missing[0]}: only safetensors checkpoints are read")

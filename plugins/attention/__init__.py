@@ -25,6 +25,6 @@ class TorchAttention(Plugin):
 
     @hookimpl
     def attention_backend(self, layout: KVLayout) -> AttentionBackend | None:
-        from .torch_backend import TorchBackend
+        from ...core.worker.torch_attention import TorchAttention as Backend
 
-        return TorchBackend() if layout.dtype.is_floating_point else None
+        return Backend() if layout.dtype.is_floating_point else None

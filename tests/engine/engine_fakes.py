@@ -132,6 +132,6 @@ class StuckWorker(FakeWorker):
 
 
 if __name__ == "__main__":
-    from tokenbus.core.engine_main import main
+    from tokenbus.core.engine.main import main
 
     main(make_fake)

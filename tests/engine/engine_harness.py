@@ -13,7 +13,7 @@ from engine_fakes import EOS, VOCAB, FakeWorker
 
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import Config, SchedulerConfig
-from tokenbus.core.engine import EngineCore
+from tokenbus.core.engine.loop import EngineCore
 from tokenbus.core.errors import from_wire
 from tokenbus.core.host import PluginHost, Switches
 from tokenbus.core.ipc import open_channel

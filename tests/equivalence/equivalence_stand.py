@@ -17,7 +17,7 @@ from tokenbus.core.contexts import AdmissionContext, EngineContext
 from tokenbus.core.host import PluginHost
 from tokenbus.core.kv.pool import BlockPool
 from tokenbus.core.request import AdmittedRequest
-from tokenbus.core.scheduler import Scheduler
+from tokenbus.core.scheduling.scheduler import Scheduler
 from tokenbus.core.worker.runner import ModelRunner
 
 BLOCK = 16

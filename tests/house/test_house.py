@@ -31,6 +31,7 @@ PLUGINS_MAY_USE = {
     "core.request",
     "core.worker.attention",
     "core.worker.state",
+    "core.worker.torch_attention",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tokenbus.core.models.base import CausalModel, ForwardBatch, KVCache
 from tokenbus.core.worker.attention import AttentionBatch
 from tokenbus.core.worker.torch_attention import TorchAttention
@@ -95,7 +96,11 @@ class Tiny:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             out = self.reference.generate(
-                torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=count, use_cache=True
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt)),
+                do_sample=False,
+                max_new_tokens=count,
+                use_cache=True,
             )
         return out[0, len(prompt) :].tolist()
 
@@ -135,12 +140,12 @@ class Paged:
         layout = model.kv_layout(block_size)
         shapes = [(num_blocks, block_size, h, d) for h, d in zip(layout.num_kv_heads, layout.head_dim, strict=True)]
         self.kv = KVCache(*([torch.zeros(s, dtype=layout.dtype) for s in shapes] for _ in range(2)))
-        self.free = random.Random(0).sample(range(num_blocks), num_blocks)  # noqa: S311
-        self.tables: dict[str, list[int]] = {}
-        self.lengths: dict[str, int] = {}
+        self.free = random.Random(0).sample(range(num_blocks), num_blocks)
+        self.tables: dict[Any, list[int]] = {}
+        self.lengths: dict[Any, int] = {}
         self.backend = TorchAttention()
 
-    def hidden(self, work: dict[str, list[int]]) -> torch.Tensor:
+    def hidden(self, work: dict[Any, list[int]]) -> torch.Tensor:
         """One step: {sequence: new tokens}. Returns hidden states of all new tokens in order."""
         ids, positions, slots, starts, lengths, tables = [], [], [], [0], [], []
         for key, tokens in work.items():
@@ -159,16 +164,21 @@ class Paged:
         attention = AttentionBatch(starts, lengths, tables, torch.tensor(slots))
         attention.prepared = self.backend.prepare(attention)
         with torch.inference_mode():
-            return self.model.forward(ForwardBatch(torch.tensor(ids), torch.tensor(positions), attention), self.kv, self.backend)
+            return self.model.forward(
+                ForwardBatch(torch.tensor(ids), torch.tensor(positions), attention), self.kv, self.backend
+            )
 
-    def step(self, work: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    def step(self, work: dict[Any, list[int]]) -> dict[Any, torch.Tensor]:
         """One step; logits [new tokens, vocab] by sequence."""
         hidden = self.hidden(work)
         with torch.inference_mode():
             logits = self.model.logits(hidden)
         return dict(zip(work, logits.split([len(t) for t in work.values()]), strict=True))
 
-    def prefill(self, key: str, tokens: list[int], chunk: int) -> torch.Tensor:
+    def prefill_hidden(self, key: Any, tokens: list[int], chunk: int) -> torch.Tensor:
+        return torch.cat([self.hidden({key: tokens[i : i + chunk]}) for i in range(0, len(tokens), chunk)])
+
+    def prefill(self, key: Any, tokens: list[int], chunk: int) -> torch.Tensor:
         return torch.cat([self.step({key: tokens[i : i + chunk]})[key] for i in range(0, len(tokens), chunk)])
 
 

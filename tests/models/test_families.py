@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tokenbus.core.models.decoder import Decoder
 from tokenbus.core.models.families import decoder_config
 from tokenbus.core.models.loader import Checkpoint, load
@@ -55,7 +56,9 @@ def no_scaling(layer: Any) -> Any:
 MUTATIONS: dict[str, Any] = {
     "no RoPE": lambda c: each_layer(c, lambda layer: dataclasses.replace(layer, rope=None)),
     "no RoPE scaling": lambda c: each_layer(c, no_scaling),
-    "no partial RoPE": lambda c: each_layer(c, lambda la: dataclasses.replace(la, rope=dataclasses.replace(la.rope, dim=c.head_dim))),
+    "no partial RoPE": lambda c: each_layer(
+        c, lambda la: dataclasses.replace(la, rope=dataclasses.replace(la.rope, dim=c.head_dim))
+    ),
     "one RoPE base": lambda c: each_layer(c, lambda layer: dataclasses.replace(layer, rope=c.layers[0].rope)),
     "no window": lambda c: each_layer(c, lambda layer: dataclasses.replace(layer, window=None)),
     "window one longer": lambda c: each_layer(c, lambda la: dataclasses.replace(la, window=la.window and la.window + 1)),
@@ -79,7 +82,14 @@ APPLY = {
     "qwen2": ["no RoPE", "no window", "no bias"],
     "qwen3": ["no RoPE", "no qk-norm"],
     "gemma": GEMMAS,
-    "gemma2": [*GEMMAS, "no window", "window one longer", "no attention soft-cap", "no logit soft-cap", "other attention scale"],
+    "gemma2": [
+        *GEMMAS,
+        "no window",
+        "window one longer",
+        "no attention soft-cap",
+        "no logit soft-cap",
+        "other attention scale",
+    ],
     "gemma3": [*GEMMAS, "no window", "no qk-norm", "no RoPE scaling", "one RoPE base", "other attention scale"],
     "phi3": ["no RoPE", "no partial RoPE", "no window"],
     "mixtral": ["no RoPE", "no window", "other routing"],
@@ -110,7 +120,10 @@ def test_a_row_does_not_depend_on_its_batch(family: str, dtype: str, tiny: Any, 
     by_chunks = paged(model).prefill("a", prompt, 5)
     engine = paged(model)
     crowd = {f"x{i}": tokens(3 + i, seed=i) for i in range(9)}
-    rows = [engine.step({**{k: t[i : i + 1] or t[:1] for k, t in crowd.items()}, "a": [token]})["a"] for i, token in enumerate(prompt)]
+    rows = [
+        engine.step({**{k: t[i : i + 1] or t[:1] for k, t in crowd.items()}, "a": [token]})["a"]
+        for i, token in enumerate(prompt)
+    ]
     assert torch.equal(alone, by_chunks)
     assert torch.equal(alone, torch.cat(rows))
 

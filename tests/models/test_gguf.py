@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+
 from tokenbus.core.errors import ModelError
 from tokenbus.core.models import gguf_file
 from tokenbus.core.models.decoder import Decoder
 from tokenbus.core.models.families import decoder_config
 from tokenbus.core.models.resolve import read_json
 
-ARCH = {"llama-linear": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3-moe": "qwen3moe", "gemma2": "gemma2", "phi3": "phi3"}
+ARCH = {
+    "llama-linear": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3-moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "phi3": "phi3",
+}
 
 
 class InMemory:
@@ -90,7 +98,9 @@ def gguf_tensors(arch: str, config: dict[str, Any], tensors: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("name", ARCH)
-def test_a_gguf_file_is_the_model_it_was_made_from(name: str, tiny: Any, paged: Any, tokens: Any, tmp_path: Path, remake: Any) -> None:
+def test_a_gguf_file_is_the_model_it_was_made_from(
+    name: str, tiny: Any, paged: Any, tokens: Any, tmp_path: Path, remake: Any
+) -> None:
     arch = ARCH[name]
     checkpoint = remake(name, tmp_path, norm_topk_prob=True, mlp_only_layers=[]) if arch == "qwen3moe" else tiny(name)
     if arch in {"qwen2", "gemma2", "phi3"}:  # what the format can't say: which layers have windows, other scales

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tokenbus.core.errors import ModelError
 from tokenbus.core.models.loader import load
 from tokenbus.core.models.resolve import resolve
@@ -86,7 +87,14 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
     import transformers
 
     config = transformers.GptOssConfig(
-        **SMALL, num_key_value_heads=1, intermediate_size=32, head_dim=16, num_local_experts=4, num_experts_per_tok=2, layer_types=['full_attention'] * 2, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+        **SMALL,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="attention sinks"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tokenbus.core.errors import ModelError
 from tokenbus.core.models import cache, demo
 from tokenbus.core.models.resolve import resolve
@@ -36,7 +37,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 def test_publish_shows_all_or_nothing(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "file"
-    with pytest.raises(ValueError, match="stop"), cache.publish(target) as draft:  # noqa: PT012
+    with pytest.raises(ValueError, match="stop"), cache.publish(target) as draft:
         draft.write_text("half")
         raise ValueError("stop")
     assert list(target.parent.iterdir()) == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tokenbus.core.models.families import decoder_config
 from tokenbus.core.models.loader import load
 from tokenbus.core.models.resolve import resolve

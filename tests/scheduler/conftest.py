@@ -14,7 +14,7 @@ from tokenbus.core.messages import Finish, StepOutput
 from tokenbus.core.plan import StepInput, StepPlan, StepResult, TokenLogprobs, WorkerRequest
 from tokenbus.core.plugin import Plugin
 from tokenbus.core.request import AdmittedRequest
-from tokenbus.core.scheduler import Scheduler
+from tokenbus.core.scheduling.scheduler import Scheduler
 from tokenbus.plugins.chunked_prefill import ChunkedPrefill
 from tokenbus.plugins.prefix_cache import PrefixCache
 from tokenbus.plugins.scheduling.fcfs import Fcfs

@@ -12,12 +12,12 @@ empty while there is work, and preemptions are bounded.
 
 from __future__ import annotations
 
+from ..config import SchedulerConfig
+from ..contexts import PrefixMatch, StepView
+from ..errors import ContextLengthError, PluginError, TokenbusError
+from ..plan import StepPlan, WorkerRequest
+from ..request import Request, Status
 from .batch import Batch
-from .config import SchedulerConfig
-from .contexts import PrefixMatch, StepView
-from .errors import ContextLengthError, PluginError, TokenbusError
-from .plan import StepPlan, WorkerRequest
-from .request import Request, Status
 
 
 class StepBuilder:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from ..config import Config
+from ..errors import ErrorInfo, PluginError, TokenbusError
+from ..host import PluginHost, Switches
+from ..kv.pool import BlockPool
+from ..messages import StepOutput, StepReport
+from ..plan import StepInput, StepPlan, StepResult, TokenLogprobs
+from ..request import AdmittedRequest, Request, Status
 from .batch import Batch
-from .config import Config
-from .errors import ErrorInfo, PluginError, TokenbusError
-from .host import PluginHost, Switches
 from .intake import Intake
-from .kv.pool import BlockPool
 from .live_switches import LiveSwitches
-from .messages import StepOutput, StepReport
-from .plan import StepInput, StepPlan, StepResult, TokenLogprobs
-from .request import AdmittedRequest, Request, Status
 from .step_builder import StepBuilder
 
 PluginFailure = Callable[[str, PluginError], None]
@@ -67,6 +67,11 @@ class Scheduler:
         """End an open request: reason "cancelled", "stop" (the front found a stop string) or "deadline". Unknown ids are ignored.
         Safe while a step computes: its result for the request is then discarded."""
         self._intake.cancel(request_id, reason, now)
+
+    def fail(self, request_id: str, error: ErrorInfo, now: float) -> None:
+        """End an open request with an error that isn't its own fault. Unknown ids are ignored."""
+        if (request := self.batch.requests.get(request_id)) is not None:
+            self.batch.end(request, "error", now, error=error)
 
     def expire(self, now: float) -> None:
         """End every request whose deadline has passed, with a DeadlineError."""
@@ -125,10 +130,8 @@ class Scheduler:
         """Take in a step's result; `seconds` is the wall time from plan to result. The output carries the ends from intake too."""
         self._in_flight = None
         output = StepOutput(step_id=plan.step_id, tokens=result.sampled, logprobs=result.logprobs)
-        if result.errors:
-            for request_id, error in result.errors.items():
-                if (request := self.batch.requests.get(request_id)) is not None:
-                    self.batch.end(request, "error", now, error=error)
+        for request_id, error in result.errors.items():
+            self.fail(request_id, error, now)
         if result.prompt_logprobs:
             output.prompt_logprobs = self._prompt_logprobs(plan, result.prompt_logprobs)
         self._advance(plan, result, output, now)
@@ -217,8 +220,7 @@ class Scheduler:
                 self.live.announce()
             self._in_flight = None
         for request_id in plan.num_tokens:
-            if (request := self.batch.requests.get(request_id)) is not None:
-                self.batch.end(request, "error", now, error=error)
+            self.fail(request_id, error, now)
         output = StepOutput(step_id=plan.step_id, finished=self.batch.take_ended())
         self.live.release(now)
         return output

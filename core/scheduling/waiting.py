@@ -11,9 +11,9 @@ from typing import Any
 
 import structlog
 
-from .errors import PluginError
-from .policy import FcfsPolicy, SchedulingPolicy
-from .request import Request
+from ..errors import PluginError
+from ..policy import FcfsPolicy, SchedulingPolicy
+from ..request import Request
 
 log = structlog.get_logger(__name__)
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 
 import structlog
 
+from ..errors import PluginError, TokenbusError, UnavailableError
+from ..host import HookTable, PluginHost, Switches
+from ..policy import FcfsPolicy, SchedulingPolicy
+from ..request import AdmittedRequest
 from .batch import Batch
-from .errors import PluginError, TokenbusError, UnavailableError
-from .host import HookTable, PluginHost, Switches
-from .policy import FcfsPolicy, SchedulingPolicy
-from .request import AdmittedRequest
 
 log = structlog.get_logger(__name__)
 

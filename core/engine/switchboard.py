@@ -10,13 +10,13 @@ from collections.abc import Mapping
 
 import structlog
 
-from .contexts import EngineContext
-from .errors import ConflictError, PluginError, PluginLoadError, TokenbusError
-from .host import PluginHost, Switches
-from .messages import PluginDisabled
-from .plan import StepInput
-from .request import Request
-from .scheduler import Scheduler
+from ..contexts import EngineContext
+from ..errors import ConflictError, PluginError, PluginLoadError, TokenbusError
+from ..host import PluginHost, Switches
+from ..messages import PluginDisabled
+from ..plan import StepInput
+from ..request import Request
+from ..scheduling.scheduler import Scheduler
 
 log = structlog.get_logger(__name__)
 
@@ -103,7 +103,7 @@ class Switchboard:
         if error.hook != POLICY_HOOK and (claimed or bound):
             users = claimed or [r for r in scheduler.requests.values() if name in r.features and self._host.info(name).enforces]
             for request in users:
-                scheduler.batch.end(request, "error", time.time(), error=error.to_wire())
+                scheduler.fail(request.request_id, error.to_wire(), time.time())
             self._refusing.add(name)
             log.error("plugin_failed_and_kept", plugin=name, hook=error.hook, error=error.message, ended_requests=len(users))
             return PluginDisabled(name, error.to_wire(), refuses_new=True)

@@ -19,15 +19,15 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from .actors import Mailbox
-from .bus import Bus
-from .config import Config
-from .contexts import EngineContext
-from .errors import ErrorInfo, FieldError, NotFoundError, PluginError, TokenbusError, WorkerError
-from .host import PluginHost, Switches
-from .ipc import Channel, WireError
-from .kv.pool import BlockPool
-from .messages import (
+from ..actors import Mailbox
+from ..bus import Bus
+from ..config import Config
+from ..contexts import EngineContext
+from ..errors import ErrorInfo, FieldError, NotFoundError, PluginError, TokenbusError, WorkerError
+from ..host import PluginHost, Switches
+from ..ipc import Channel, WireError
+from ..kv.pool import BlockPool
+from ..messages import (
     Add,
     Cancel,
     EngineInfo,
@@ -43,10 +43,10 @@ from .messages import (
     Shutdown,
     StepOutput,
 )
-from .plan import StepInput, StepPlan
-from .scheduler import Scheduler
+from ..plan import StepInput, StepPlan
+from ..scheduling.scheduler import Scheduler
+from ..worker.base import Worker
 from .switchboard import Switchboard
-from .worker.base import Worker
 
 log = structlog.get_logger(__name__)
 

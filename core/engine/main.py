@@ -1,4 +1,4 @@
-"""The engine process: `python -m tokenbus.core.engine_main --fd N`, started by the front's supervisor and driven over that socket.
+"""The engine process: `python -m tokenbus.core.engine.main --fd N`, started by the front's supervisor and driven over that socket.
 
     Hello ─> plugins ─> weights ─> KV pool ─> Ready ─> EngineCore.run         Heartbeat about every second, from the beginning
 
@@ -21,15 +21,14 @@ import anyio
 import anyio.to_thread
 import structlog
 
-from .bus import Bus
-from .config import Config
-from .engine import EngineCore, beat, describe
-from .errors import ConfigError, StartupError
-from .host import PluginHost, Switches, make_host
-from .ipc import Channel, open_channel
-from .kv import sizing
-from .logs import configure_logs
-from .messages import (
+from ..bus import Bus
+from ..config import Config
+from ..errors import ConfigError, StartupError
+from ..host import PluginHost, Switches, make_host
+from ..ipc import Channel, open_channel
+from ..kv import sizing
+from ..logs import configure_logs
+from ..messages import (
     PROTOCOL_VERSION,
     EngineInfo,
     EngineMessage,
@@ -39,9 +38,10 @@ from .messages import (
     Hello,
     Ready,
 )
+from ..worker.base import Worker, WorkerInfo
+from ..worker.make import make_worker
+from .loop import EngineCore, beat, describe
 from .watchdog import watch_parent
-from .worker.base import Worker, WorkerInfo
-from .worker.make import make_worker
 
 log = structlog.get_logger(__name__)
 
@@ -183,7 +183,7 @@ def _sender(channel: Channel[FrontMessage, EngineMessage]) -> Callable[[Heartbea
 
 
 def main(worker_factory: WorkerFactory = make_worker, arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tokenbus.core.engine_main", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tokenbus.core.engine.main", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited end of the socket pair")
     fd: int = parser.parse_args(arguments).fd
     signal.signal(signal.SIGINT, signal.SIG_IGN)

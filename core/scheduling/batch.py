@@ -14,11 +14,11 @@ from typing import Any
 
 import structlog
 
-from .errors import ErrorInfo, PluginError, TokenbusError
-from .host import Impl
-from .kv.pool import BlockPool
-from .messages import Finish
-from .request import Request, Status
+from ..errors import ErrorInfo, PluginError, TokenbusError
+from ..host import Impl
+from ..kv.pool import BlockPool
+from ..messages import Finish
+from ..request import Request, Status
 from .waiting import WaitingLine
 
 log = structlog.get_logger(__name__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 
+from ..errors import ContextLengthError, DeadlineError, TokenbusError
+from ..request import AdmittedRequest, Request, StopRule
 from .batch import Batch
-from .errors import ContextLengthError, DeadlineError, TokenbusError
 from .live_switches import LiveSwitches
-from .request import AdmittedRequest, Request, StopRule
 
 
 class Intake:
