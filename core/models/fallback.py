@@ -8,7 +8,9 @@ differ; last, the same prompt is run token by token, and the model counts as los
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +85,8 @@ def _refuse(name: str, reason: str) -> ModelError:
 def _check_config(config: Any, name: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise _refuse(name, f"{config.model_type} is an encoder-decoder model")
+    if config.get_text_config() is not config:
+        raise _refuse(name, f"{config.model_type} takes more than text (images or sound)")
     if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
         raise _refuse(name, "ALiBi positions are not supported")
     if getattr(config, "use_bidirectional_attention", False):
@@ -117,16 +121,19 @@ def plain_shape(resolved: ResolvedModel) -> PlainShape:
     """Sizes from the configuration, for planning memory; refuses what `load_fallback` would refuse for its configuration."""
     config = read_config(resolved)
     causal_class(config, resolved.name)
-    heads = config.num_attention_heads
-    return PlainShape(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        num_heads=heads,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
-    )
+    try:
+        heads = config.num_attention_heads
+        return PlainShape(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_heads=heads,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_position_embeddings,
+        )
+    except AttributeError as error:
+        raise _refuse(resolved.name, f"its configuration says nothing about its size ({error})") from None
 
 
 def load_fallback(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> FallbackModel:
@@ -144,7 +151,9 @@ def load_fallback(resolved: ResolvedModel, dtype: torch.dtype, device: torch.dev
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
         raise _refuse(name, f"{type(model).__name__} can't be driven ({type(error).__name__}: {error})") from error
     limit = TOLERANCE[dtype] * float(wanted.abs().max())
-    if not float((found - wanted).abs().max()) <= limit:
+    errors = (found - wanted).abs().amax(dim=-1)
+    # in bfloat16 a token may go to another expert; that attention differs shows in most rows
+    if not float(errors.max() if dtype == torch.float32 else errors.median()) <= limit:
         raise _refuse(name, f"{type(model).__name__} does something in attention that its interface does not tell us")
     if ours.spec.lossless and not torch.equal(found, single):
         ours.mark_lossy("a token's result depends on what else is in its batch")
@@ -213,8 +222,6 @@ class FallbackModel(CausalModel):
         )
 
     def mark_lossy(self, reason: str) -> None:
-        import dataclasses
-
         self.spec = dataclasses.replace(self.spec, lossless=False, lossless_reason=reason)
 
     def kv_layout(self, block_size: int) -> KVLayout:
@@ -241,11 +248,13 @@ class FallbackModel(CausalModel):
         return output.last_hidden_state[0]
 
     def _attach(self, model: Any) -> None:
-        """Register our attention under a name of this model's own; a name without a mask function gets no mask."""
+        """Register our attention under a name of this model's own, as long as it lives; a name without a mask function gets no mask."""
         from transformers import AttentionInterface
 
         name = f"tokenbus_{id(self):x}"
-        AttentionInterface.register(name, self._attend)
+        attend = weakref.WeakMethod(self._attend)
+        AttentionInterface.register(name, lambda *args, **more: _alive(attend)(*args, **more))
+        weakref.finalize(self, AttentionInterface._global_mapping.pop, name, None)
         model.set_attn_implementation(name)
 
     def _record(self, num_typed: int, config: Any) -> None:
@@ -295,6 +304,13 @@ class FallbackModel(CausalModel):
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
         found = backend.attend(q, k, v, kv.k[index], kv.v[index], batch, self._calls[index].params)
         return found[None], None
+
+
+def _alive(method: weakref.WeakMethod[Any]) -> Any:
+    found = method()
+    if found is None:
+        raise RuntimeError("a module outlived its FallbackModel")
+    return found
 
 
 class _Given(nn.Module):

@@ -221,8 +221,8 @@ class DemoClient(ApiClient):
         return sum(map(float, values))
 
     async def check_well(self) -> None:
-        answer = await self.complete("1, 2, 3, 4,", temperature=0, max_tokens=12)
-        assert answer.text == " 5, 6, 7, 8,"
+        answer = await self.complete("1, 2, 3, 4,", temperature=0, max_tokens=3)
+        assert answer.text == " 5,"
 
 
 @pytest.fixture(scope="session")

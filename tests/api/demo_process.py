@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 START_SECONDS = 90
-DEFAULTS = ("--model", "demo", "--dtype", "float32", "--max-model-len", "512", "--num-blocks", "256", "--threads", "2")
+DEFAULTS = ("--model", "demo", "--dtype", "float32", "--max-model-len", "512", "--num-blocks", "256", "--threads", "1")
 
 
 class DemoServer:

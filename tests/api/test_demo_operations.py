@@ -23,8 +23,14 @@ async def test_c27_c28_c29_small_pool(serve_demo, client_of):
         assert str(limit) in refused.error["message"]
         await api.check_well()
         bodies = [
-            {"prompt": list(range(1000 + 50 * i, 1020 + 50 * i)), "max_tokens": 30, "ignore_eos": True, "seed": i, "frequency_penalty": 1}
-            for i in range(6)
+            {
+                "prompt": list(range(1000 + 50 * i, 1030 + 50 * i)),
+                "max_tokens": 16,
+                "ignore_eos": True,
+                "seed": i,
+                "frequency_penalty": 1,
+            }
+            for i in range(5)
         ]
         together = []
 
@@ -73,8 +79,8 @@ async def test_c59_killed_engine_then_c60_drain(serve_demo, client_of):
 
         found.clear()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(follow, "1, 2, 3,", 60)
-            tasks.start_soon(follow, "1, 2, 3,", 60)
+            tasks.start_soon(follow, "1, 2, 3,", 12)
+            tasks.start_soon(follow, "1, 2, 3,", 12)
             await _until(api, lambda running: running >= 2)
             server.send(signal.SIGTERM)
             with anyio.fail_after(10):

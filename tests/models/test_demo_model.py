@@ -12,6 +12,7 @@ import torch
 from tokenbus.core.models.loader import load
 from tokenbus.core.models.resolve import resolve
 
+pytestmark = pytest.mark.timeout(600)
 NEW = 64
 LENGTHS = [5, 7, 9, 11, 14, 18, 23, 27, 33, 40, 48, 57, 65, 90, 128, 161, 200, 256, 400, 2000]
 """Tokens of the 20 prompts."""
@@ -35,9 +36,8 @@ def reference() -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     tensors = load_gguf_checkpoint(str(resolved.gguf), return_tensors=True, model_to_load=model)["tensors"]
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model.load_state_dict({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
-    return model, tensors
+    model = type(model).from_pretrained(None, config=config, state_dict=dict(tensors), attn_implementation="eager")
+    return model.eval(), tensors
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,6 @@ def generated(prompts: list[list[int]], paged: Any) -> list[tuple[list[int], tor
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("index", range(len(LENGTHS)), ids=lambda i: str(LENGTHS[i]))
 def test_greedy_ids_and_logits_equal_transformers(index: int, reference: Any, prompts: list[list[int]], generated: Any) -> None:
     """transformers runs prompt and our ids at once: if each next id is its own choice at every position, it would, by induction,

@@ -26,8 +26,9 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"d_model": 32}, "attention interface"),
     "falcon": ({**SMALL, "alibi": True}, "ALiBi"),
     "bert": ({**SMALL, "intermediate_size": 64}, "not causal"),
-    "clip": ({}, "not a causal language model"),
+    "distilbert": ({}, "not a causal language model"),
     "gpt_neox": ({**SMALL, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "RoPE type 'dynamic'"),
+    "gemma3": ({}, "images or sound"),
     "no_such_type": ({}, "does not know it"),
 }
 LLAMA: dict[str, Any] = {

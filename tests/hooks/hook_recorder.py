@@ -1,0 +1,146 @@
+"""Plugins that note each of their hooks' calls, with the process it came from, in a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tokenbus import Plugin, PluginInfo, hookimpl
+from tokenbus.core.contexts import Route
+from tokenbus.core.host import HOOK_NAMES
+from tokenbus.core.policy import FcfsPolicy
+
+
+class RecorderSettings(msgspec.Struct, frozen=True):
+    path: str = ""
+
+
+class _Noting(Plugin):
+    Settings = RecorderSettings
+
+    def note(self, hook: str) -> None:
+        with Path(self.settings.path).open("a", encoding="utf-8") as file:
+            file.write(f"{self.role} {hook}\n")
+
+
+class Recorder(_Noting):
+    info = PluginInfo(name="recorder", summary="notes its calls", scope="request", lossless=True, claims={"note"})
+
+    @hookimpl
+    def front_started(self, front):
+        self.note("front_started")
+
+    @hookimpl
+    def front_stopped(self):
+        self.note("front_stopped")
+
+    @hookimpl
+    def http_routes(self):
+        self.note("http_routes")
+        return [Route("GET", "/noted", self._noted)]
+
+    async def _noted(self, request):
+        from aiohttp import web
+
+        return web.json_response({"noted": True})
+
+    @hookimpl
+    def check_fields(self, fields, request):
+        self.note("check_fields")
+        assert request.prompt_len > 0
+        return fields
+
+    @hookimpl
+    def text_filter(self, request):
+        self.note("text_filter")
+
+    @hookimpl
+    def engine_started(self, engine):
+        self.note("engine_started")
+
+    @hookimpl
+    def engine_stopped(self):
+        self.note("engine_stopped")
+
+    @hookimpl
+    def request_added(self, request):
+        self.note("request_added")
+
+    @hookimpl
+    def stop_rule(self, request, eos_token_ids):
+        self.note("stop_rule")
+
+    @hookimpl
+    def wants_prompt_logits(self, request):
+        self.note("wants_prompt_logits")
+        return request.fields["note"] == "prompt"
+
+    @hookimpl(tryfirst=True)
+    def match_prefix(self, request, pool):
+        self.note("match_prefix")
+
+    @hookimpl
+    def limit_chunk(self, request, wanted, step):
+        self.note("limit_chunk")
+
+    @hookimpl
+    def blocks_filled(self, request, first, last, pool):
+        self.note("blocks_filled")
+
+    @hookimpl
+    def block_evicted(self, block_id):
+        self.note("block_evicted")
+
+    @hookimpl
+    def request_removed(self, request):
+        self.note("request_removed")
+
+    @hookimpl
+    def step_finished(self, plan, result, seconds):
+        self.note("step_finished")
+
+    @hookimpl
+    def worker_request_added(self, request):
+        self.note("worker_request_added")
+
+    @hookimpl
+    def adjust_logits(self, logits, rows):
+        self.note("adjust_logits")
+        assert logits.shape[0] == len(rows)
+
+    @hookimpl
+    def filter_logits(self, logits, rows):
+        self.note("filter_logits")
+
+    @hookimpl
+    def token_logprobs(self, raw, processed, rows, token_ids):
+        self.note("token_logprobs")
+        assert raw.shape[0] == len(rows) == len(token_ids)
+
+
+class RecorderPolicy(_Noting):
+    info = PluginInfo(name="recorder.policy", summary="notes its calls", scope="step", lossless=True, slot="scheduling")
+
+    @hookimpl
+    def scheduling_policy(self):
+        self.note("scheduling_policy")
+        return FcfsPolicy()
+
+
+class RecorderAttention(_Noting):
+    info = PluginInfo(name="recorder.attention", summary="notes its calls", scope="step", lossless=True, slot="attention")
+
+    @hookimpl
+    def attention_backend(self, layout):
+        from tokenbus.core.worker.torch_attention import TorchAttention
+
+        self.note("attention_backend")
+        return TorchAttention()
+
+
+ACTOR = {
+    "front": {"front_started", "front_stopped", "http_routes", "check_fields", "text_filter"},
+    "worker": {"attention_backend", "worker_request_added", "adjust_logits", "filter_logits", "token_logprobs"},
+}
+ACTOR["engine"] = set(HOOK_NAMES) - ACTOR["front"] - ACTOR["worker"]
