@@ -33,7 +33,9 @@ def _linear(tensors: Tensors, names: list[str], *, bias: bool) -> TiledLinear:
     """One matrix from the rows of several."""
     weights = [tensors.get(f"{name}.weight") for name in names]
     biases = [tensors.get(f"{name}.bias") for name in names] if bias else []
-    return TiledLinear.fuse(weights, biases)
+    if len(names) > 1:
+        return TiledLinear.fuse(weights, biases)
+    return TiledLinear(weights[0], biases[0] if bias else None)  # packed straight from the file's memory map
 
 
 class _Norm:
