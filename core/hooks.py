@@ -18,7 +18,8 @@ the client's error and reaches it as it is.
 
 *Blocking.* "quick" hooks run on an event loop: below about 1 ms, no I/O. "compute" hooks run on the worker's thread.
 
-Order: pluggy's (`tryfirst`, `trylast`, later registered first), the same in every process.
+Order: `tryfirst` before others before `trylast`, among equals by the plugin's name: the same in every process, however plugins were
+switched.
 """
 
 from __future__ import annotations

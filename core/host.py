@@ -252,6 +252,16 @@ class PluginHost:
         """The plugin that is active in a slot; None: core's default."""
         return next((name for name in sorted(on) if self.info(name).slot == slot), None)
 
+    def after_switch(
+        self, features: frozenset[str], old: Iterable[str], new: Iterable[str], *, pinned: Iterable[str], fields: Iterable[str]
+    ) -> frozenset[str]:
+        """The plugins of an open request once `old` became `new`: lossless ones move with the switches, unless the client pinned them,
+        or they honour a field that the request uses. Engine and worker apply this same rule."""
+        now_on = frozenset(new)
+        moving = {name for name in (frozenset(old) ^ now_on).difference(pinned) if self.info(name).lossless}
+        kept = {name for name in features & moving if not self.info(name).claims.isdisjoint(fields)}
+        return (features - moving) | (moving & now_on) | kept
+
     # ---- loading ----------------------------------------------------------------------------------------------------------------
 
     def load(self, names: Iterable[str]) -> list[str]:
@@ -322,7 +332,7 @@ class PluginHost:
     def _resolve(self, hook: str, features: frozenset[str], fields: frozenset[str] | None) -> tuple[Impl, ...]:
         caller = getattr(self._manager.hook, hook)
         impls = []
-        for impl in reversed(caller.get_hookimpls()):
+        for impl in sorted(caller.get_hookimpls(), key=lambda i: (not i.tryfirst, i.trylast, i.plugin_name)):
             info = type(impl.plugin).info
             if info.name not in features:
                 continue

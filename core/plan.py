@@ -47,6 +47,8 @@ class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
     choice: int
     features: tuple[str, ...]
     fields: dict[str, Any]
+    pinned: tuple[str, ...] = ()
+    """Plugins that live switches leave alone in this request: the client switched them itself."""
     prompt_logits: bool = False
     """`token_logprobs` must see every prompt position of it."""
 

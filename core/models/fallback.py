@@ -253,7 +253,11 @@ class FallbackModel(CausalModel):
 
         name = f"tokenbus_{id(self):x}"
         attend = weakref.WeakMethod(self._attend)
-        AttentionInterface.register(name, lambda *args, **more: _alive(attend)(*args, **more))
+
+        def forward_to_us(*args: Any, **more: Any) -> Any:
+            return _alive(attend)(*args, **more)
+
+        AttentionInterface.register(name, forward_to_us)
         weakref.finalize(self, AttentionInterface._global_mapping.pop, name, None)
         model.set_attn_implementation(name)
 

@@ -1,4 +1,4 @@
-"""Bytes a model needs, without loading its weights: for `tokenbus plan-memory` and for the scheduler's KV pool. Imports no torch."""
+"""Bytes a model needs, without loading its weights: for `tokenbus plan-memory` and for the scheduler's KV pool. Torch is imported for the fallback's models only."""
 
 from __future__ import annotations
 

@@ -66,10 +66,8 @@ class LiveSwitches:
         if not changed:
             return []
         self._batch.distrusted -= changed
-        lossless = frozenset(name for name in changed if self._host.info(name).lossless)
         for request in tuple(self._batch.requests.values()):
-            moving = lossless.difference(request.pinned)
-            features = (request.features - moving) | (moving & new.on)
+            features = self._host.after_switch(request.features, old.on, new.on, pinned=request.pinned, fields=request.fields)
             if features != request.features:
                 request.features = features
                 request.hooks = self._host.table(features, request.fields)

@@ -300,6 +300,7 @@ class StepBuilder:
                 choice=admitted.choice,
                 features=tuple(sorted(request.features)),
                 fields=request.fields,
+                pinned=tuple(request.pinned),
                 prompt_logits=request.prompt_logits,
             )
         )

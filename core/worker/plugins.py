@@ -43,24 +43,18 @@ class WorkerPlugins:
         self._of_request.pop(request_id, None)
 
     def switch(self, features: tuple[str, ...]) -> frozenset[str]:
-        """New switches. PluginLoadError leaves everything as it was.
-
-        Returns the plugins whose change reaches running requests (`move`): lossless ones that are not switched by request.
-        """
+        """New switches; returns what was on before, for `move`. PluginLoadError leaves everything as it was."""
         self.host.load(features)
-        changed = self.features ^ frozenset(features)
-        self.features = frozenset(features)
-        infos = (self.host.info(name) for name in changed)
-        return frozenset(info.name for info in infos if info.lossless and info.scope != "request")
+        old, self.features = self.features, frozenset(features)
+        return old
 
-    def move(self, request: WorkerRequestState, changed: frozenset[str]) -> list[Impl]:
-        """Give a running request the present state of the `changed` plugins, but leave it those that honour a field it uses.
+    def move(self, request: WorkerRequestState, before: frozenset[str]) -> list[Impl]:
+        """Bring a running request from the switches `before` to the present ones, as far as they reach it (`host.after_switch`).
 
-        Returns `worker_request_added` of those that are new to it.
+        Returns `worker_request_added` of the plugins that are new to it.
         """
         old = self._of_request[request.request_id]
-        kept = {name for name in old & changed if not self.host.info(name).claims.isdisjoint(request.fields)}
-        names = (old - changed) | (changed & self.features) | kept
+        names = self.host.after_switch(old, before, self.features, pinned=request.pinned, fields=request.fields)
         if names == old:
             return []
         self._of_request[request.request_id] = names

@@ -217,14 +217,14 @@ class ModelRunner:
 
     def _switch(self, features: tuple[str, ...], result: StepResult) -> None:
         """A plugin that can't be loaded here fails the step: the engine then switches it off again."""
-        changed = self.plugins.switch(features)
-        if not changed:
+        before = self.plugins.switch(features)
+        if before == self.plugins.features:
             return
         for request in self._requests.values():
             if request.request_id in self._failed:
                 continue
             try:
-                for impl in self.plugins.move(request, changed):
+                for impl in self.plugins.move(request, before):
                     impl(request=request)
             except TokenbusError as error:
                 self._fail(request.request_id, error, result)

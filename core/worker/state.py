@@ -16,7 +16,7 @@ class WorkerRequestState:
     """The worker's own copy of a request; plugins write only `stash`."""
 
     __slots__ = (
-        "blocks", "choice", "computed", "fields", "hooks", "num_prompt_tokens", "prompt_logits", "request_id", "seed", "stash",
+        "blocks", "choice", "computed", "fields", "hooks", "num_prompt_tokens", "pinned", "prompt_logits", "request_id", "seed", "stash",
         "temperature", "tokens",
     )  # fmt: skip
 
@@ -31,6 +31,7 @@ class WorkerRequestState:
         self.seed = order.seed
         self.choice = order.choice
         self.fields: dict[str, Any] = order.fields
+        self.pinned = order.pinned
         self.prompt_logits = order.prompt_logits
         self.hooks = hooks
         self.stash = Stash()

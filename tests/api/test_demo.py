@@ -194,7 +194,7 @@ async def test_c41_client_gone_frees_everything(api):
     for index in range(12):
         await _leave(api, 0.02 * (index % 4), n=1 + index % 2, stream=index % 3 == 0)
     with anyio.fail_after(5):
-        while await api.metric("tokenbus_requests_running") or await api.metric("tokenbus_requests_waiting"):
+        while await api.metric("tokenbus_requests_running") or await api.metric("tokenbus_requests_waiting"):  # noqa: ASYNC110 - gauges of another process
             await anyio.sleep(0.05)
     await api.check_well()
     assert await api.metric("tokenbus_kv_blocks_free") == before

@@ -211,6 +211,32 @@ def test_what_a_plugin_raises_names_plugin_and_hook_and_a_clients_error_passes()
     assert (refused.value.plugin, refused.value.hook, refused.value.param) == ("p", "check_fields", "salt")
 
 
+def test_hook_order_is_by_mark_then_name_however_plugins_were_switched():
+    def mark(name, **options):
+        cls = make(name)
+        cls.block_evicted = hookimpl(**options)(lambda self, name=name: name)
+        return cls
+
+    host = host_with(mark("b"), mark("a"), mark("z", tryfirst=True), mark("c", trylast=True), mark("d"))
+    on = frozenset("abcdz")
+    for order in ("abcdz", "zdcba", "cabzd"):
+        host.release_unused(())
+        for name in order:
+            host.load([name])
+        assert [impl.plugin for impl in host.table(on).block_evicted] == ["z", "a", "b", "d", "c"]
+
+
+def test_which_plugins_of_an_open_request_move_with_the_switches():
+    host = host_with(make("cache"), make("chunk"), make("logprobs", claims=["logprobs"]), make("lossy", lossless=False))
+    features = frozenset({"cache", "logprobs", "lossy"})
+    every = {"cache", "logprobs", "lossy"}
+    off = host.after_switch(features, every, set(), pinned=(), fields=())
+    assert off == {"lossy"}, "lossless ones go, others stay until the request ends"
+    assert host.after_switch(features, every, set(), pinned=("cache",), fields=("logprobs",)) == features
+    assert host.after_switch(features, every, every | {"chunk"}, pinned=(), fields=()) == features | {"chunk"}
+    assert host.after_switch(features, every, every | {"chunk"}, pinned=("chunk",), fields=()) == features
+
+
 def test_unloading_after_the_last_user():
     host = host_with(make("a", hooks={"block_evicted": lambda self: None}), make("b"))
     host.load(["a", "b"])

@@ -67,9 +67,10 @@ def test_batch_mates(tiny_stand, asks, alone, threads):
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 50])
 def test_chunk_borders(tiny_stand, asks, alone, chunk):
-    outcome = tiny_stand.run(asks, off=("prefix_cache",), chunk=chunk)
-    assert outcome.chunks > len(asks)
-    same(outcome.answers, alone, f"chunks of {chunk}")
+    some = slice(None, None, 4 if chunk == 1 else 1)
+    outcome = tiny_stand.run(asks[some], off=("prefix_cache",), chunk=chunk)
+    assert outcome.chunks > len(asks[some])
+    same(outcome.answers, alone[some], f"chunks of {chunk}")
 
 
 def test_the_adaptive_chunk(tiny_stand, asks, alone):
