@@ -1,4 +1,7 @@
-"""Bytes a model needs, without loading its weights: for `tokenbus plan-memory` and for the scheduler's KV pool. Torch is imported for the fallback's models only."""
+"""Bytes a model needs, without loading its weights: for `tokenbus plan-memory` and for the scheduler's KV pool.
+
+Imports torch for the fallback's models only.
+"""
 
 from __future__ import annotations
 

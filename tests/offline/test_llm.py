@@ -181,3 +181,15 @@ def test_wrong_command_lines():
     assert wrong.returncode == 1
     assert wrong.stderr.startswith("tokenbus: ")
     assert "Traceback" not in wrong.stderr
+
+
+def test_a_worker_in_a_process_of_its_own_gives_the_same():
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=10, logprobs=2, top_p=0.9)
+    prompts = ["The capital of France is", "Once upon a time, " * 20, "2 + 2 ="]
+    answers = []
+    for worker in ("thread", "process"):
+        with LLM("demo", dtype="float32", max_model_len=256, num_blocks=64, worker=worker) as made:
+            answers.append(made.generate(prompts, params, use_tqdm=False))
+    for here, there in zip(*answers, strict=True):
+        assert here.outputs[0].token_ids == there.outputs[0].token_ids
+        assert here.outputs[0].logprobs == there.outputs[0].logprobs
