@@ -1,12 +1,27 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: several processes share the cores here, and none should spin
 
 import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+class _RootIsAFolder:
+    """The repository root is the package `tokenbus`; to pytest it is a plain folder, whatever the checkout is called."""
+
+    @pytest.hookimpl
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+        return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_RootIsAFolder())
 
 
 @pytest.fixture(scope="session")
