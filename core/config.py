@@ -42,6 +42,8 @@ class ModelConfig(Section):
     max_model_len: PositiveInt | None = None
     """Tokens of prompt plus output at most; default: what the model declares."""
     device: Literal["cpu"] = "cpu"
+    kernels: Literal["auto", "cpu", "torch"] = "auto"
+    """What the decoder's layers run on. cpu: the C++ kernels, an error where they can't be had. auto: those where they can, else torch."""
     threads: PositiveInt | None = None
     """Threads that compute; default: the cores this process may use."""
     worker: Literal["thread", "process"] = "thread"

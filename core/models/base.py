@@ -68,3 +68,9 @@ class CausalModel(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden_size], any R >= 1. Returns float32 [R, vocab_size], soft-capped and scaled as the model defines."""
+
+    def numerics_probe(self) -> tuple[bool, str]:
+        """A start-up self test: (True, "") or (False, why a row's result depends on its batch on this machine). Well below a second."""
+        from ...kernels.torch_ops.probe import numerics_probe
+
+        return numerics_probe()

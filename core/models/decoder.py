@@ -7,6 +7,7 @@ matrix product in the model's dtype, norms in float32; angles, soft-caps and log
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -29,13 +30,27 @@ class Tensors(Protocol):
     def get(self, name: str) -> torch.Tensor: ...
 
 
-def _linear(tensors: Tensors, names: list[str], *, bias: bool) -> TiledLinear:
-    """One matrix from the rows of several."""
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""x [M, in_features] -> [M, out_features], bit-invariant per row."""
+
+
+class TorchLinears:
+    """Makes a decoder's matrix products. Weights [N, K] and biases [N] (all or none) in the model's dtype; they may be a file's memory."""
+
+    def one(self, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> Linear:
+        """One matrix from the rows of several."""
+        if len(weights) > 1:
+            return TiledLinear.fuse(weights, biases)
+        return TiledLinear(weights[0], biases[0] if biases else None)  # packed straight from the file's memory map
+
+    def gate_up(self, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> Linear:
+        """Gate's rows, then up's: two matrices, or one that has both."""
+        return self.one(weights, biases)
+
+
+def _read(tensors: Tensors, names: list[str], *, bias: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     weights = [tensors.get(f"{name}.weight") for name in names]
-    biases = [tensors.get(f"{name}.bias") for name in names] if bias else []
-    if len(names) > 1:
-        return TiledLinear.fuse(weights, biases)
-    return TiledLinear(weights[0], biases[0] if bias else None)  # packed straight from the file's memory map
+    return weights, [tensors.get(f"{name}.bias") for name in names] if bias else []
 
 
 class _Norm:
@@ -49,10 +64,10 @@ class _Norm:
 
 
 class _Mlp:
-    def __init__(self, tensors: Tensors, name: str, config: DecoderConfig) -> None:
+    def __init__(self, tensors: Tensors, name: str, config: DecoderConfig, linears: TorchLinears) -> None:
         parts = [f"{name}.gate_up_proj"] if config.fused_checkpoint else [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up = _linear(tensors, parts, bias=config.mlp_bias)
-        self.down = _linear(tensors, [f"{name}.down_proj"], bias=config.mlp_bias)
+        self.gate_up = linears.gate_up(*_read(tensors, parts, bias=config.mlp_bias))
+        self.down = linears.one(*_read(tensors, [f"{name}.down_proj"], bias=config.mlp_bias))
         self.activate = silu_mul if config.activation == "silu" else gelu_tanh_mul
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,10 +76,12 @@ class _Mlp:
 
 
 class _Attention:
-    def __init__(self, tensors: Tensors, name: str, config: DecoderConfig, layer: LayerConfig, index: int) -> None:
+    def __init__(
+        self, tensors: Tensors, name: str, config: DecoderConfig, layer: LayerConfig, index: int, linears: TorchLinears
+    ) -> None:
         parts = [f"{name}.qkv_proj"] if config.fused_checkpoint else [f"{name}.{p}_proj" for p in "qkv"]
-        self.qkv = _linear(tensors, parts, bias=config.qkv_bias)
-        self.out = _linear(tensors, [f"{name}.o_proj"], bias=config.output_bias)
+        self.qkv = linears.one(*_read(tensors, parts, bias=config.qkv_bias))
+        self.out = linears.one(*_read(tensors, [f"{name}.o_proj"], bias=config.output_bias))
         self.q_norm = _Norm(tensors, f"{name}.q_norm", config) if config.qk_norm else None
         self.k_norm = _Norm(tensors, f"{name}.k_norm", config) if config.qk_norm else None
         self.params = AttentionParams(config.attention_scale, layer.window, config.attention_softcap)
@@ -90,12 +107,14 @@ class _Attention:
 
 
 class _Layer:
-    def __init__(self, tensors: Tensors, config: DecoderConfig, index: int) -> None:
+    def __init__(self, tensors: Tensors, config: DecoderConfig, index: int, linears: TorchLinears) -> None:
         layer = config.layers[index]
         name = f"model.layers.{index}"
         self.rope = layer.rope
-        self.attention = _Attention(tensors, f"{name}.self_attn", config, layer, index)
-        self.mlp = Experts.load(tensors, name, config, layer.moe) if layer.moe else _Mlp(tensors, f"{name}.mlp", config)
+        self.attention = _Attention(tensors, f"{name}.self_attn", config, layer, index, linears)
+        self.mlp = (
+            Experts.load(tensors, name, config, layer.moe) if layer.moe else _Mlp(tensors, f"{name}.mlp", config, linears)
+        )
         self.before_attention = _Norm(tensors, f"{name}.input_layernorm", config)
         between = "post_attention_layernorm"
         self.after_attention = self.after_mlp = None
@@ -109,15 +128,23 @@ class _Layer:
 class Decoder(CausalModel):
     """See the module. Weights are read once, here; Q, K, V and gate, up become one matrix each."""
 
-    def __init__(self, config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Tensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        linears: TorchLinears | None = None,
+    ) -> None:
+        linears = linears or TorchLinears()
         self.config = config
         self.dtype = dtype
         self.device = device
         self.embedding = tensors.get("model.embed_tokens.weight")
         self.embed_scale = None if config.embed_scale is None else torch.tensor(config.embed_scale).to(device, dtype)
-        self.layers = [_Layer(tensors, config, i) for i in range(len(config.layers))]
+        self.layers = [_Layer(tensors, config, i, linears) for i in range(len(config.layers))]
         self.norm = _Norm(tensors, "model.norm", config)
-        self.head = TiledLinear(self.embedding if config.tied else tensors.get("lm_head.weight"), None)
+        self.head = linears.one([self.embedding if config.tied else tensors.get("lm_head.weight")], [])
         self._tables: dict[RopeConfig, RopeTable] = {
             layer.rope: RopeTable(inverse_frequencies(layer.rope), device) for layer in config.layers if layer.rope
         }

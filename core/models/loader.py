@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import structlog
 import torch
 
 from ..errors import ModelError
@@ -18,22 +19,39 @@ if TYPE_CHECKING:
     from .resolve import ResolvedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Kernels = Literal["auto", "cpu", "torch"]
 IGNORED = ("rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 """Ends of names of tensors that old checkpoints hold and nobody reads: buffers, computed anew."""
 
+log = structlog.get_logger(__name__)
 
-def load(resolved: ResolvedModel, dtype: str = "auto", device: str = "cpu") -> CausalModel:
-    """The model with its weights; dtype is "auto", "float32" or "bfloat16". Raises ModelError, naming model and reason."""
-    chosen = DTYPES[resolve_dtype(resolved, dtype)]
+
+def load(resolved: ResolvedModel, dtype: str = "auto", device: str = "cpu", kernels: Kernels = "auto") -> CausalModel:
+    """The model with its weights; dtype is "auto", "float32" or "bfloat16". Raises ModelError, naming model and reason.
+
+    kernels: "cpu" raises where the C++ kernels can't run the model, "auto" takes torch there. The log says which it became."""
+    chosen, where = DTYPES[resolve_dtype(resolved, dtype)], torch.device(device)
     config = decoder_config(resolved.config, resolved.name)
     if config is None:
+        _log_kernels(resolved, kernels, "it runs through transformers")
         from .fallback import load_fallback
 
-        return load_fallback(resolved, chosen, torch.device(device))
-    return load_decoder(resolved, config, chosen, torch.device(device))
+        return load_fallback(resolved, chosen, where)
+    return load_decoder(resolved, config, chosen, where, kernels)
 
 
-def load_decoder(resolved: ResolvedModel, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+def load_decoder(
+    resolved: ResolvedModel, config: DecoderConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels = "torch"
+) -> Decoder:
+    make = Decoder
+    reason = "model.kernels is torch"
+    if kernels != "torch":
+        from .cpu_decoder import CpuDecoder, unsupported
+
+        reason = unsupported(config, dtype, device)
+        if not reason:
+            make = CpuDecoder
+    _log_kernels(resolved, kernels, reason)
     if resolved.gguf is not None:
         from .gguf_file import weights
 
@@ -41,9 +59,21 @@ def load_decoder(resolved: ResolvedModel, config: DecoderConfig, dtype: torch.dt
     else:
         files = weight_files(resolved.path)
     checkpoint = Checkpoint(files, resolved.name, dtype, device)
-    model = Decoder(config, checkpoint, dtype, device)
+    model = make(config, checkpoint, dtype, device)
     checkpoint.check_all_read(tied=config.tied)
     return model
+
+
+def _log_kernels(resolved: ResolvedModel, kernels: Kernels, reason: str) -> None:
+    """Say what runs the layers; reason: why not the C++ kernels, empty if they do. ModelError if only they were asked for."""
+    if reason and kernels == "cpu":
+        raise ModelError(f"{resolved.name} can't be run with model.kernels = cpu: {reason}")
+    if reason:
+        log.info("kernels", model=resolved.name, kernels="torch", reason=reason, threads=torch.get_num_threads())
+        return
+    from ...kernels.cpu import lib
+
+    log.info("kernels", model=resolved.name, kernels="cpu", isa=lib.isa(), threads=torch.get_num_threads())
 
 
 class Checkpoint:

@@ -47,9 +47,14 @@ class RopeTable:
 
     def rows(self, positions: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin, float32 [T, dim // 2], of int64 positions [T], all below `length`."""
+        table = self.table(length)
+        return table[0, positions], table[1, positions]
+
+    def table(self, length: int) -> torch.Tensor:
+        """float32 [2, n, dim // 2], n >= length: cos and sin of every position, contiguous. Not to be written."""
         if length > self._table.shape[1]:
             self._grow(length)
-        return self._table[0, positions], self._table[1, positions]
+        return self._table
 
     def _grow(self, length: int) -> None:
         old = self._table.shape[1]

@@ -52,7 +52,7 @@ def load_model(config: Config) -> tuple[str, CausalModel]:
     from ..models.resolve import resolve
 
     resolved = resolve(config.model.model)
-    return resolved.name, load(resolved, config.model.dtype, config.model.device)
+    return resolved.name, load(resolved, config.model.dtype, config.model.device, config.model.kernels)
 
 
 class ModelRunner:
@@ -125,9 +125,7 @@ class ModelRunner:
         backend = self.plugins.attention(layout)
         if not backend.invariant:
             return False, f"attention backend {backend.name!r} is not batch invariant"
-        from ...kernels.torch_ops.probe import numerics_probe
-
-        return numerics_probe()
+        return model.numerics_probe()
 
     def allocate(self, num_blocks: int) -> None:
         """Make the K/V tensors: zeros, whose pages the operating system provides as they are first written."""

@@ -20,7 +20,7 @@ class TorchAttention(Plugin):
         scope="step",
         lossless=True,
         slot="attention",
-        default=True,
+        default=False,
     )
 
     @hookimpl

@@ -266,7 +266,7 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == sorted(
         [
-            "attention.torch",
+            "attention.cpu",
             "chunked_prefill",
             "metrics",
             "prefix_cache",

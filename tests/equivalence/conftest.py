@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from equivalence_stand import Stand
 
+from tokenbus.kernels.cpu import lib
+
+
+@pytest.fixture(scope="session", params=["torch", "cpu"])
+def kernels(request: pytest.FixtureRequest) -> Any:
+    """The kernel sets, each by itself: bits are equal within one, not between two."""
+    if request.param == "cpu" and lib.load() is None:
+        pytest.skip(f"no CPU kernels: {lib.unavailable_reason()}")
+    return request.param
+
 
 @pytest.fixture(scope="session")
-def tiny_stand(tmp_path_factory: pytest.TempPathFactory) -> Stand:
+def tiny_stand(tiny_path: str, kernels: Any) -> Stand:
+    return Stand(tiny_path, kernels)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random Llama whose attention is peaked: small, but every effect on a logit shows."""
     import transformers
 
@@ -40,9 +56,9 @@ def tiny_stand(tmp_path_factory: pytest.TempPathFactory) -> Stand:
                 parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
         path = tmp_path_factory.mktemp("tiny-llama")
         model.save_pretrained(path)
-    return Stand(str(path))
+    return str(path)
 
 
 @pytest.fixture(scope="session")
-def demo_stand() -> Stand:
-    return Stand("demo")
+def demo_stand(kernels: Any) -> Stand:
+    return Stand("demo", kernels)

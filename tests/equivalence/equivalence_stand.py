@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from tokenbus.core.kv.pool import BlockPool
 from tokenbus.core.request import AdmittedRequest
 from tokenbus.core.scheduling.scheduler import Scheduler
 from tokenbus.core.worker.runner import ModelRunner
+from tokenbus.kernels.cpu import lib
 
 BLOCK = 16
 
@@ -58,13 +59,15 @@ class Outcome:
 
 
 class Stand:
-    """One model; `run` plays a list of asks under given switches and sizes."""
+    """One model on one kernel set; `run` plays a list of asks under given switches and sizes."""
 
-    def __init__(self, model: str) -> None:
-        config = Config(model=ModelConfig(model=model, dtype="float32", max_model_len=512))
-        self.names = _host("engine", {}).start_switches().names()
+    def __init__(self, model: str, kernels: Literal["cpu", "torch"]) -> None:
+        config = Config(model=ModelConfig(model=model, dtype="float32", max_model_len=512, kernels=kernels))
+        self.enable = (f"attention.{kernels}",)
+        self.names = _host("engine", {}).start_switches(enable=self.enable).names()
         self.runner = ModelRunner(config, self.names, _host("worker", {}))
         self.info = self.runner.load()
+        assert self.info.lossless, self.info.lossless_reason
         self.front = _host("front", {})
         self.front.load(self.names)
         self._serial = 0
@@ -81,13 +84,15 @@ class Stand:
         threads: int = 2,
     ) -> Outcome:
         torch.set_num_threads(threads)
+        if lib.load():
+            lib.set_threads(threads)
         settings = {} if chunk is None else {"chunked_prefill": {"mode": "fixed", "chunk_size": chunk}}
         config = Config(
             scheduler=SchedulerConfig(token_budget=token_budget, max_running=max_running),
             cache=CacheConfig(block_size=BLOCK, num_blocks=blocks),
         )
         host = _host("engine", settings)
-        switches = host.start_switches(disable=off)
+        switches = host.start_switches(enable=self.enable, disable=off)
         host.load(switches.on)
         pool = BlockPool(blocks, BLOCK)
         for impl in host.table(switches.on).engine_started:

@@ -31,6 +31,7 @@ PLUGINS_MAY_USE = {
     "core.policy",
     "core.request",
     "core.worker.attention",
+    "core.worker.cpu_attention",
     "core.worker.state",
     "core.worker.torch_attention",
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tokenbus.core.models.base import CausalModel, ForwardBatch, KVCache
-from tokenbus.core.worker.attention import AttentionBatch
+from tokenbus.core.worker.attention import AttentionBackend, AttentionBatch
 from tokenbus.core.worker.torch_attention import TorchAttention
 
 BASE: dict[str, Any] = {
@@ -134,7 +134,9 @@ def hash_of(text: str) -> int:
 class Paged:
     """Runs sequences over a paged cache with shuffled blocks, as the runner would. Returns logits of every row."""
 
-    def __init__(self, model: CausalModel, num_blocks: int = 256, block_size: int = 4) -> None:
+    def __init__(
+        self, model: CausalModel, num_blocks: int = 256, block_size: int = 4, backend: AttentionBackend | None = None
+    ) -> None:
         self.model = model
         self.size = block_size
         layout = model.kv_layout(block_size)
@@ -143,7 +145,7 @@ class Paged:
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
         self.tables: dict[Any, list[int]] = {}
         self.lengths: dict[Any, int] = {}
-        self.backend = TorchAttention()
+        self.backend = backend or TorchAttention()
 
     def hidden(self, work: dict[Any, list[int]]) -> torch.Tensor:
         """One step: {sequence: new tokens}. Returns hidden states of all new tokens in order."""

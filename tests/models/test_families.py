@@ -1,4 +1,6 @@
-"""Our models against transformers' own, float32, eager: logits, greedy ids, mutations, bit invariance, bf16 error."""
+"""Our models on torch's kernels against transformers' own, float32, eager: logits, greedy ids, mutations, bit invariance, bf16 error.
+
+tests/kernels_cpu has the same for the C++ kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def limit(truth: torch.Tensor) -> float:
 
 def test_logits_and_greedy_ids_equal_transformers(family: str, tiny: Any, paged: Any, tokens: Any) -> None:
     checkpoint = tiny(family)
-    model = load(resolve(str(checkpoint.path)))
+    model = load(resolve(str(checkpoint.path)), kernels="torch")
     engine = paged(model)
     prompts = {f"r{n}": tokens(n, seed=n) for n in (1, 9, 38, 61)}
     wanted = {key: checkpoint.greedy(prompt, 24) for key, prompt in prompts.items()}
@@ -113,7 +115,7 @@ def test_each_part_of_a_family_moves_the_logits(name: str, mutation: str, tiny: 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_does_not_depend_on_its_batch(family: str, dtype: str, tiny: Any, paged: Any, tokens: Any) -> None:
-    model = load(resolve(str(tiny(family).path)), dtype)
+    model = load(resolve(str(tiny(family).path)), dtype, kernels="torch")
     assert model.spec.lossless, model.spec.lossless_reason
     prompt = tokens(53, seed=3)
     alone = paged(model).prefill("a", prompt, 53)
@@ -139,7 +141,7 @@ def test_bfloat16_errs_no_more_than_transformers(family: str, tiny: Any, paged: 
     eager = {"dtype": torch.bfloat16, "attn_implementation": "eager", "experts_implementation": "eager"}
     theirs = AutoModelForCausalLM.from_pretrained(path, **eager).eval()
     exact = AutoModelForCausalLM.from_pretrained(path, **eager).eval().double()
-    model = load(resolve(path), "bfloat16")
+    model = load(resolve(path), "bfloat16", kernels="torch")
     own_errors, their_errors = [], []
     for seed in range(6):
         prompt = tokens(48, seed=100 + seed)

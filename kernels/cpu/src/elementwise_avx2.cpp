@@ -1,0 +1,3 @@
+#include "elementwise_kernels.h"
+
+TB_ROW_FUNCTIONS(tb_rows_avx2)
