@@ -8,7 +8,8 @@
     │   ├── TooLargeError              413     invalid_request_error       a documented limit on size was passed
     │   ├── AuthenticationError        401     authentication_error        no key, or a wrong one
     │   ├── NotAllowedError           403     permission_error            the key is right, the caller may not do this
-    │   └── NotFoundError              404     not_found_error             no such route, model or feature
+    │   ├── NotFoundError              404     not_found_error             no such route, model or feature
+    │   └── MethodNotAllowedError      405     invalid_request_error       the route takes other methods; `allowed` names them
     ├── ConflictError                  409     invalid_request_error       the change asked for is refused, with the reason
     ├── OverloadedError                429     rate_limit_error            the queue is full: try again after `retry_after`
     ├── UnavailableError               503     service_unavailable         engine starting, restarting or draining; `retry_after`
@@ -118,6 +119,14 @@ class NotAllowedError(RequestError):
 class NotFoundError(RequestError):
     status = 404
     type = "not_found_error"
+
+
+class MethodNotAllowedError(RequestError):
+    status = 405
+
+    def __init__(self, message: str, allowed: tuple[str, ...] = (), **context: str | None) -> None:
+        super().__init__(message, **context)  # pyright: ignore[reportArgumentType]
+        self.allowed = allowed
 
 
 class ConflictError(TokenbusError):

@@ -99,7 +99,7 @@ class Switches(msgspec.Struct, frozen=True):
 
 class PluginHost:
     def __init__(self, role: Role, settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self.role = role
+        self.role: Role = role
         self.catalogue: dict[str, type[Plugin]] = {}
         self.sources: dict[str, str] = {}
         self.broken: dict[str, PluginLoadError] = {}

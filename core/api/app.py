@@ -11,7 +11,16 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from ..errors import FieldError, NotFoundError, RequestError, ServerFault, TokenbusError, TooLargeError, UnavailableError
+from ..errors import (
+    FieldError,
+    MethodNotAllowedError,
+    NotFoundError,
+    RequestError,
+    ServerFault,
+    TokenbusError,
+    TooLargeError,
+    UnavailableError,
+)
 from ..front.admission import new_id
 from ..front.events import RequestRefused
 from ..front.service import Service
@@ -111,14 +120,6 @@ def _plain(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> H
         return await handler(call.request)
 
     return call
-
-
-class MethodNotAllowedError(RequestError):
-    status = 405
-
-    def __init__(self, message: str, allowed: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.allowed = allowed
 
 
 def make_app(service: Service, routes: Routes, gate: Gate) -> web.Application:

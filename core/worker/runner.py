@@ -23,13 +23,13 @@ from .. import sampler
 from ..config import Config
 from ..errors import ErrorInfo, TokenbusError, WorkerError
 from ..host import PluginHost
+from ..kv.sizing import free_memory
 from ..models.base import CausalModel, KVCache
 from ..plan import StepInput, StepResult, TokenLogprobs, WorkerRequest
 from . import batch
 from .attention import KVLayout
 from .base import WorkerInfo
 from .batch import Run
-from .memory import free_bytes
 from .plugins import WorkerPlugins
 from .state import SampleRow, WorkerRequestState
 from .threads import available_cores
@@ -106,7 +106,7 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             weights_bytes=spec.weights_bytes,
             kv_bytes_per_token=layout.bytes_per_token,
-            free_bytes=free_bytes(),
+            free_bytes=free_memory(),
             lossless=lossless,
             lossless_reason=reason,
             phases={

@@ -10,7 +10,15 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from ...core.front.events import EngineDied, EngineStarted, FeatureChange, LoopLag, RequestAdmitted, RequestRecord, RequestRefused
+from ...core.front.events import (
+    EngineDied,
+    EngineStarted,
+    FeatureChange,
+    LoopLag,
+    RequestAdmitted,
+    RequestRecord,
+    RequestRefused,
+)
 from ...core.messages import StepReport
 
 if TYPE_CHECKING:
