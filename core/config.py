@@ -115,7 +115,9 @@ class LimitsConfig(Section, frozen=True):
     max_stop_chars: PositiveInt = 256
     max_stop_token_ids: PositiveInt = 128
     max_logit_bias: PositiveInt = 1024
-    max_bad_words: PositiveInt = 128
+    max_bad_words: PositiveInt = 64
+    max_bad_words_chars: PositiveInt = 1024
+    """Characters of all bad_words together: they are tokenised while other streams wait."""
     max_allowed_token_ids: PositiveInt = 8192
     max_logprobs: PositiveInt = 20
     max_messages: PositiveInt = 2048

@@ -316,7 +316,7 @@ class EngineClient:
             case StepOutput():
                 self._take_output(message)
             case Heartbeat():
-                self.bus.publish(LoopLag("engine", message.loop_lag, message.cpu_seconds))
+                self.bus.publish(LoopLag("engine", message.loop_lag, message.cpu_seconds, message.step_age))
             case Reply():
                 if (call := self._calls.get(message.call_id)) is not None:
                     call.answer(message.value, None if message.error is None else from_wire(message.error))

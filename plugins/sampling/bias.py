@@ -124,6 +124,8 @@ def _as_id(key: Any) -> Any:
 
 def _bad_words(value: Any, request: AdmissionContext) -> list[list[int]]:
     words = checks.sequence("bad_words", value, request.limits.max_bad_words)
+    if (chars := sum(len(word) for word in words if isinstance(word, str))) > request.limits.max_bad_words_chars:
+        raise FieldError("bad_words", f"{chars} characters in all; at most {request.limits.max_bad_words_chars} are allowed")
     sequences: dict[tuple[int, ...], None] = {}
     for item in words:
         word = checks.text("bad_words", item, request.limits.max_stop_chars)
