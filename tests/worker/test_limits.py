@@ -5,13 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.core.worker.threads import ancestors, available_cores, cgroup_quota
+from tokenbus.core.worker.threads import SPINS, ancestors, available_cores, calm_openmp, cgroup_quota
 
 
 def write(folder: Path, **files: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name.replace("__", ".")).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_openmp_threads_sleep_unless_the_user_says_otherwise(monkeypatch, given, spins):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    calm_openmp()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
 
 
 def test_this_machine():
