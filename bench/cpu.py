@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
+import datetime as dt
 import json
 import os
 import platform
@@ -106,15 +106,17 @@ def measure(url: str, model: str, workloads: str) -> dict[str, dict[str, Any]]:
 
 def table(samples: dict[str, list[dict[str, Any]]], limits: list[Any], ready: dict[str, list[float]], options: Any) -> str:
     peers = [name for name in samples if name != "ours"]
+    bandwidth = _median(x.read_bytes_per_second for x in limits) / 1e9
+    rate = _median(x.flops_per_second for x in limits) / 1e12
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    extra = f' --arg "{options.arg}"' if options.arg else ""
     lines = [
-        f"# Serving on a CPU, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
+        f"# Serving on a CPU, {dt.datetime.now(dt.UTC):%Y-%m-%d}",
         "",
-        f"{os.cpu_count()} cores ({_processor()}), Python {platform.python_version()}, torch {torch.__version__}; {options.rounds} rounds, medians.",
-        f"Read bandwidth {_median(x.read_bytes_per_second for x in limits) / 1e9:.1f} GB/s, bf16 matrix product "
-        f"{_median(x.flops_per_second for x in limits) / 1e12:.3f} TFLOP/s (medians of {len(limits)} readings in this run).",
+        f"{os.cpu_count()} cores ({_processor()}), {versions}; {options.rounds} rounds, medians.",
+        f"Measured in this run: read bandwidth {bandwidth:.1f} GB/s, bf16 matrix product {rate:.3f} TFLOP/s.",
         "",
-        f"    scripts/bench cpu --rounds {options.rounds} --workload {options.workload}"
-        + (f' --arg "{options.arg}"' if options.arg else ""),
+        f"    scripts/bench cpu --rounds {options.rounds} --workload {options.workload}{extra}",
         "",
         "| workload | figure | " + " | ".join(["ours", *(f"{NAMES[p]} | ratio" for p in peers)]) + " |",
         "|---|---|" + "---|" * (1 + 2 * len(peers)),
