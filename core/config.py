@@ -158,7 +158,7 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's own error, bytes that are no UTF-8, numbers of thousands of digits
         raise ConfigError(f"{path}: {error}") from None
 
 

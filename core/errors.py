@@ -46,6 +46,20 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     retry_after: float | None = None
 
 
+def plain_text(value: object) -> str:
+    """`str(value)`, with what can't be encoded replaced; for an object whose `__str__` raises, its type. Never raises."""
+    try:
+        return str(value).encode("utf-8", "replace").decode()
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def shorten(value: object, most: int = 200) -> str:
+    """`plain_text`, without its middle when it has more than `most` characters: for what a client wrote."""
+    text = plain_text(value)
+    return text if len(text) <= most else f"{text[: most - 50]}...{text[-40:]}"
+
+
 class TokenbusError(Exception):
     """Base of the tree. `message` is written for the person who has to act on it."""
 
@@ -71,14 +85,16 @@ class TokenbusError(Exception):
         self.retry_after = retry_after
 
     def to_wire(self) -> ErrorInfo:
+        """Plain data, whatever whoever raised it put in: texts become text that can be encoded."""
+        wait = self.retry_after
         return ErrorInfo(
             kind=type(self).__name__,
-            message=self.message,
-            param=self.param,
-            request_id=self.request_id,
-            plugin=self.plugin,
-            hook=self.hook,
-            retry_after=self.retry_after,
+            message=plain_text(self.message),
+            param=None if self.param is None else plain_text(self.param),
+            request_id=None if self.request_id is None else plain_text(self.request_id),
+            plugin=None if self.plugin is None else plain_text(self.plugin),
+            hook=None if self.hook is None else plain_text(self.hook),
+            retry_after=wait if isinstance(wait, (int, float)) else None,
         )
 
 
@@ -88,9 +104,10 @@ class RequestError(TokenbusError):
 
 
 class FieldError(RequestError):
-    """One field is wrong. `FieldError(field, reason)` reads `'field': reason`."""
+    """One field is wrong. `FieldError(field, reason)` reads `'field': reason`; a name that is too long to show is shortened."""
 
     def __init__(self, field: str, reason: str, **context: str | None) -> None:
+        field = shorten(field)
         super().__init__(f"{field!r}: {reason}", param=field, **context)  # pyright: ignore[reportArgumentType]
 
 

@@ -98,7 +98,8 @@ class ChunkedPrefill(Plugin):
 
     @hookimpl
     def request_added(self, request: Request) -> None:
-        self._asked[request.request_id] = request.remaining
+        if request.status is Status.WAITING or request.remaining > 1:
+            self._asked[request.request_id] = request.remaining
 
     @hookimpl
     def request_removed(self, request: Request) -> None:

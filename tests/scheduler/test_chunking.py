@@ -153,6 +153,18 @@ def test_adaptive_steps_stay_near_three_times_a_decode_step(harness) -> None:
     h.run()
 
 
+def test_switched_on_live_it_keeps_no_room_for_requests_that_decode(harness) -> None:
+    h = harness(num_blocks=400, block_size=16, on=("chunked_prefill",), settings=FIXED, token_budget=2048)
+    plugin = h.plugin("chunked_prefill")
+    h.add("a", 20, max_tokens=50)
+    h.step()
+    request = h.scheduler.requests["a"]
+    plugin._asked.clear()
+    plugin.request_added(request)
+    assert plugin._asked == {}
+    h.run()
+
+
 def test_switched_off_for_one_request(harness) -> None:
     h = harness(num_blocks=100, on=("chunked_prefill",), settings={"chunked_prefill": {"mode": "fixed", "chunk_size": 8}})
     h.add("a", 40, max_tokens=1, features=(), pinned={"chunked_prefill": False})
