@@ -24,6 +24,8 @@ class Connection(RequestHandler):
     def handle_error(
         self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
+        if isinstance(exc, ConnectionError):  # the client is gone: nobody to answer, nothing to log
+            raise exc
         self.log_exception("Error handling request", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the answer has been sent: it can't become an error")

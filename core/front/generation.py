@@ -239,8 +239,11 @@ class Generation:
                 wake = anyio.Event()
                 batch, ready = ready, []
                 open_choices -= sum(delta.finished for _, delta in batch)
-                if batch:
-                    await emit(batch)
+                try:
+                    if batch:
+                        await emit(batch)
+                except Exception as error:  # as it is, not in the task group's ExceptionGroup
+                    errors.insert(0, error)
             tasks.cancel_scope.cancel()
         if errors:
             raise errors[0]
