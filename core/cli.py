@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from .errors import StartupError
+from .errors import TokenbusError, plain_text
 from .settings_cli import add_settings, make_config
 
 OFFLINE = ("model", "cache", "scheduler", "features")
@@ -20,13 +20,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = importlib.import_module(f".commands.{arguments.command.replace('-', '_')}", __package__)
         return command.run(arguments, make_config(arguments))
-    except StartupError as error:
-        print(f"tokenbus: {error.message}", file=sys.stderr)
-        return 1
+    except TokenbusError as error:
+        return fail(error.message)
     except BrokenPipeError:
         return 1
+    except UnicodeDecodeError as error:
+        return fail(f"the input is not valid {error.encoding}: byte {error.object[error.start]:#04x} {error.reason}")
+    except UnicodeEncodeError as error:
+        return fail(f"the output can't be written as {error.encoding}: set PYTHONIOENCODING=utf-8 or a UTF-8 locale")
+    except OSError as error:
+        return fail(str(error))
     except KeyboardInterrupt:
         return 130
+
+
+def fail(message: str) -> int:
+    """One line on standard error; the exit code."""
+    print(f"tokenbus: {plain_text(message)}", file=sys.stderr)
+    return 1
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -32,7 +32,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pass
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     model: str = "demo"
     """A Hugging Face directory, a hub id, a .gguf file, or "demo" (SmolLM2-135M-Instruct)."""
     served_model_name: str | None = None
@@ -53,7 +53,7 @@ class ModelConfig(Section):
     trust_remote_code: Literal[False] = False
 
 
-class CacheConfig(Section):
+class CacheConfig(Section, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
     """Tokens per KV block."""
     kv_memory_mb: PositiveInt | None = None
@@ -63,7 +63,7 @@ class CacheConfig(Section):
     """Blocks in the pool, instead of a size in bytes (for tests)."""
 
 
-class SchedulerConfig(Section):
+class SchedulerConfig(Section, frozen=True):
     token_budget: PositiveInt = 2048
     """Tokens a step runs at most (a whole prompt may pass it when chunked prefill is off)."""
     max_running: PositiveInt = 256
@@ -76,7 +76,7 @@ class SchedulerConfig(Section):
     """Plans kept for /v1/tokenbus/plans."""
 
 
-class ServerConfig(Section):
+class ServerConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 8000
     """0: any free port, printed at start."""
@@ -92,7 +92,7 @@ class ServerConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class SupervisionConfig(Section):
+class SupervisionConfig(Section, frozen=True):
     step_deadline: Positive = 120.0
     """Seconds after which a step that has not ended counts as the engine's death."""
     start_deadline: Positive = 600.0
@@ -104,7 +104,7 @@ class SupervisionConfig(Section):
     restart_backoff_max: Positive = 30.0
 
 
-class LimitsConfig(Section):
+class LimitsConfig(Section, frozen=True):
     """Bounds on one API request. Each is answered 400 (413 for the body) with the limit in the message."""
 
     max_body_bytes: PositiveInt = 32 * 1024 * 1024
@@ -117,14 +117,16 @@ class LimitsConfig(Section):
     max_stop_chars: PositiveInt = 256
     max_stop_token_ids: PositiveInt = 128
     max_logit_bias: PositiveInt = 1024
-    max_bad_words: PositiveInt = 128
+    max_bad_words: PositiveInt = 64
+    max_bad_words_chars: PositiveInt = 1024
+    """Characters of all bad_words together: they are tokenised while other streams wait."""
     max_allowed_token_ids: PositiveInt = 8192
     max_logprobs: PositiveInt = 20
     max_messages: PositiveInt = 2048
     max_request_id_chars: PositiveInt = 128
 
 
-class FeaturesConfig(Section):
+class FeaturesConfig(Section, frozen=True):
     enable: tuple[str, ...] = ()
     """Plugins on, beside those that are on by default; the later of enable and disable on the command line wins."""
     disable: tuple[str, ...] = ()
@@ -132,7 +134,7 @@ class FeaturesConfig(Section):
     """Plugins that are not installed as packages, as "module:Class"; found like those with an entry point."""
 
 
-class Config(Section):
+class Config(Section, frozen=True):
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -158,7 +160,7 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's own error, bytes that are no UTF-8, numbers of thousands of digits
         raise ConfigError(f"{path}: {error}") from None
 
 

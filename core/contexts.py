@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class AdmissionContext:
     limits: LimitsConfig
     tokenize: Callable[[str], list[int]]
     """Ids of a short text, without special tokens."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """All claimed fields that ask for something, other plugins' too: as handed on by the plugins asked so far, the rest as sent."""
 
 
 @dataclass(frozen=True, slots=True)

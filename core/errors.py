@@ -8,7 +8,8 @@
     │   ├── TooLargeError              413     invalid_request_error       a documented limit on size was passed
     │   ├── AuthenticationError        401     authentication_error        no key, or a wrong one
     │   ├── NotAllowedError           403     permission_error            the key is right, the caller may not do this
-    │   └── NotFoundError              404     not_found_error             no such route, model or feature
+    │   ├── NotFoundError              404     not_found_error             no such route, model or feature
+    │   └── MethodNotAllowedError      405     invalid_request_error       the route takes other methods; `allowed` names them
     ├── ConflictError                  409     invalid_request_error       the change asked for is refused, with the reason
     ├── OverloadedError                429     rate_limit_error            the queue is full: try again after `retry_after`
     ├── UnavailableError               503     service_unavailable         engine starting, restarting or draining; `retry_after`
@@ -45,6 +46,20 @@ class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
     retry_after: float | None = None
 
 
+def plain_text(value: object) -> str:
+    """`str(value)`, with what can't be encoded replaced; for an object whose `__str__` raises, its type. Never raises."""
+    try:
+        return str(value).encode("utf-8", "replace").decode()
+    except Exception:
+        return f"<{type(value).__name__}>"
+
+
+def shorten(value: object, most: int = 200) -> str:
+    """`plain_text`, without its middle when it has more than `most` characters: for what a client wrote."""
+    text = plain_text(value)
+    return text if len(text) <= most else f"{text[: most - 50]}...{text[-40:]}"
+
+
 class TokenbusError(Exception):
     """Base of the tree. `message` is written for the person who has to act on it."""
 
@@ -70,14 +85,16 @@ class TokenbusError(Exception):
         self.retry_after = retry_after
 
     def to_wire(self) -> ErrorInfo:
+        """Plain data, whatever whoever raised it put in: texts become text that can be encoded."""
+        wait = self.retry_after
         return ErrorInfo(
             kind=type(self).__name__,
-            message=self.message,
-            param=self.param,
-            request_id=self.request_id,
-            plugin=self.plugin,
-            hook=self.hook,
-            retry_after=self.retry_after,
+            message=plain_text(self.message),
+            param=None if self.param is None else plain_text(self.param),
+            request_id=None if self.request_id is None else plain_text(self.request_id),
+            plugin=None if self.plugin is None else plain_text(self.plugin),
+            hook=None if self.hook is None else plain_text(self.hook),
+            retry_after=wait if isinstance(wait, (int, float)) else None,
         )
 
 
@@ -87,9 +104,10 @@ class RequestError(TokenbusError):
 
 
 class FieldError(RequestError):
-    """One field is wrong. `FieldError(field, reason)` reads `'field': reason`."""
+    """One field is wrong. `FieldError(field, reason)` reads `'field': reason`; a name that is too long to show is shortened."""
 
     def __init__(self, field: str, reason: str, **context: str | None) -> None:
+        field = shorten(field)
         super().__init__(f"{field!r}: {reason}", param=field, **context)  # pyright: ignore[reportArgumentType]
 
 
@@ -118,6 +136,14 @@ class NotAllowedError(RequestError):
 class NotFoundError(RequestError):
     status = 404
     type = "not_found_error"
+
+
+class MethodNotAllowedError(RequestError):
+    status = 405
+
+    def __init__(self, message: str, allowed: tuple[str, ...] = (), **context: str | None) -> None:
+        super().__init__(message, **context)  # pyright: ignore[reportArgumentType]
+        self.allowed = allowed
 
 
 class ConflictError(TokenbusError):

@@ -11,10 +11,22 @@ is called while the plugin is on at all.
 
 *None* means "no opinion" in every hook that returns something, unless the hook says otherwise.
 
-*Raising.* In a per-request hook the request ends with an error that names plugin and hook; nobody else notices. In an engine-wide hook
-the plugin is switched off with a loud log, if no open request claims it and it does not enforce anything; otherwise the requests
-that claim it end with an error and new ones get 503 until it is switched off by hand. `RequestError` raised from `check_fields` is
-the client's error and reaches it as it is.
+*Live switches.* A lossless plugin that is switched on joins the open requests, and one that is switched off leaves them, except those
+whose client pinned it, that use a field it claims, or that have another plugin which requires it; nor does it join a request that lacks
+what it requires or has what it conflicts with. Any other plugin stays with the requests that were admitted with it, and
+is loaded, its hooks called, until the last of them has ended. Hooks that are called "before the request is queued" are not called for a
+plugin that joins later, but for `request_added`; `worker_request_added` is.
+
+*Raising.* In a per-request hook the request ends with an error that names plugin and hook; nobody else notices. `RequestError` raised
+from `check_fields` is the client's error and reaches it as it is. In an engine-wide hook of the engine or worker the plugin is switched
+off with a loud log, if no open request claims it and it does not enforce anything. Otherwise it stays on, and the requests that use a field
+it claims (all its requests, if it claims none and enforces something) end with an error; new ones of that kind get 503 until it is
+switched off by hand. What a slot's holder gave (a policy, an attention backend) gives way to core's when it raises, and the plugin goes
+off. A plugin that is off and stays for its requests: those that need it end, once, with a loud log. In an engine-wide hook of the front
+nothing is switched off: `front_started` that raises means that the plugin can't be switched on (409; at start: the server does not
+start), the others say below what then holds; a function that listens to a bus and raises is logged and counted, and goes on being called.
+
+*Answers.* Each answer is checked (`hook_answers.py`): one of another type or out of bounds counts as raising. Hooks are plain functions.
 
 *Blocking.* "quick" hooks run on an event loop: below about 1 ms, no I/O. "compute" hooks run on the worker's thread.
 
@@ -66,20 +78,23 @@ def front_started(front: FrontContext) -> None:
 
 @hookspec
 def front_stopped() -> None:
-    """Front, engine-wide, quick. Once when the plugin is switched off or the server ends: undo `front_started`."""
+    """Front, engine-wide, quick. Once when the plugin is switched off or the server ends: undo `front_started`. An error is logged."""
 
 
 @hookspec
 def http_routes() -> Sequence[Route] | None:
-    """Front, engine-wide, quick. Once when the plugin is switched on: HTTP routes it adds while it is on (404 while it is off)."""
+    """Front, engine-wide, quick. HTTP routes it adds while it is on (404 while it is off). Once while it is on, when a path that is not
+    core's is first asked for; again when it was off meanwhile. Core's paths can't be replaced. An error is logged: then it has no routes.
+    """
 
 
 @hookspec
 def check_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[str, Any] | None:
     """Front, per request, quick. Once per API request, with those claimed fields that ask for something.
 
-    Check them; raise `FieldError` when one is wrong. Return the fields to hand on in their place (normalised, plain data; may leave
-    some out), None to hand them on as they are. Fields given back reach the engine and worker as `request.fields`.
+    Check them; raise `FieldError` when one is wrong. Return the fields to hand on in their place, None to hand them on as they are. What
+    is given back are fields that the plugin claims (some may be left out), as plain data: None, bool, int of 64 bits, float, str, bytes,
+    lists, tuples and dicts with str or int keys. They reach the engine and worker as `request.fields`.
     """
     ...
 
@@ -114,7 +129,8 @@ def scheduling_policy() -> SchedulingPolicy | None:
 
 @hookspec
 def request_added(request: Request) -> None:
-    """Engine, per request, quick. Once, before the request is queued. All its requests."""
+    """Engine, per request, quick. Once: before the request is queued, or when the plugin joins it by a live switch (it may then have run
+    for a while). All its requests."""
 
 
 @hookspec(firstresult=True)
@@ -134,11 +150,12 @@ def wants_prompt_logits(request: Request) -> bool | None:
 
 @hookspec(firstresult=True)
 def match_prefix(request: Request, pool: BlockPool) -> PrefixMatch | None:
-    """Engine, per request, quick. When a request that holds no blocks is about to be scheduled (first time, and after preemption).
+    """Engine, per request, quick. When a request that holds no blocks is tried for a place in the batch (first time, and after
+    preemption): in each step again while it waits at the head of the line for blocks, and again when another one made room for it.
     All its requests.
 
-    Return full blocks that hold the K/V of the beginning of `request.tokens`, in order; never all of its tokens: at least one is
-    left to compute. The core takes a reference on each (`pool.share`) in the same transaction; the plugin must not.
+    Return full blocks that hold the K/V of the beginning of `request.tokens`, in order, each in use or retained; never all of its
+    tokens: at least one is left to compute. The core takes a reference on each (`pool.share`) in the same transaction; the plugin must not.
     """
     ...
 
@@ -168,12 +185,14 @@ def block_evicted(block_id: int) -> None:
 
 @hookspec
 def request_removed(request: Request) -> None:
-    """Engine, per request, quick. Once, at the request's one end, whatever it was; its blocks are still in its table. All its requests."""
+    """Engine, per request, quick. Once: at the request's one end, whatever it was, or when the plugin leaves it by a live switch; its
+    blocks are still in its table. Called also when a plugin's `request_added` raised, its own included. All its requests."""
 
 
 @hookspec
 def step_finished(plan: StepPlan, result: StepResult, seconds: float) -> None:
-    """Engine, engine-wide, quick. After each step, with the wall time from plan to result in seconds."""
+    """Engine, engine-wide, quick. After each step that gave a result, with the wall time from plan to result in seconds. Not after a step
+    that failed as a whole."""
 
 
 # ================================================ worker ===========================================================================
@@ -182,15 +201,15 @@ def step_finished(plan: StepPlan, result: StepResult, seconds: float) -> None:
 @hookspec(firstresult=True)
 def attention_backend(layout: KVLayout) -> AttentionBackend | None:
     """Worker, slot "attention", compute. Once when the plugin takes the slot. None: it can't serve this layout (and the slot falls
-    back to core's)."""
+    back to core's). A backend that raises in a step ends the requests of that step, and the plugin is switched off."""
     ...
 
 
 @hookspec
 def worker_request_added(request: WorkerRequestState) -> None:
-    """Worker, per request, compute. When the worker first sees the request, and again after each preemption (state was dropped;
-    `request.tokens` then includes what was generated). Build state in `request.stash` from `request.tokens` and
-    `request.num_prompt_tokens`. Claimed fields are in `request.fields`."""
+    """Worker, per request, compute. When the worker first sees the request, again after each preemption (state was dropped;
+    `request.tokens` then includes what was generated), and when the plugin joins the request by a live switch. Build state in
+    `request.stash` from `request.tokens` and `request.num_prompt_tokens`. Claimed fields are in `request.fields`."""
 
 
 @hookspec
@@ -216,6 +235,6 @@ def token_logprobs(
     """Worker, per request, compute. After sampling, and for prompt positions of requests that want them (then `row.is_prompt`).
 
     raw: float32 [len(rows), vocab_size], the model's logits. processed: what was sampled from (after temperature and filters), None
-    for prompt rows. token_ids: the token that stands at each row's position. One entry for each row.
+    for prompt rows. token_ids: the token that stands at each row's position. One entry for each row, None where there is nothing to say.
     """
     ...

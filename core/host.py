@@ -20,7 +20,8 @@ import pluggy
 import structlog
 
 from . import hooks
-from .errors import ConfigError, ConflictError, NotFoundError, PluginError, PluginLoadError, RequestError
+from .errors import ConfigError, ConflictError, NotFoundError, PluginError, PluginLoadError, RequestError, plain_text
+from .hook_answers import CHECKS
 from .plugin import ENTRY_POINT_GROUP, HOOK_API_VERSION, PROJECT, Plugin, PluginInfo, Role
 
 log = structlog.get_logger(__name__)
@@ -41,26 +42,32 @@ MAX_TABLES = 1024
 class Impl:
     """One plugin's implementation of one hook. Call it with keyword arguments."""
 
-    __slots__ = ("_call", "hook", "info", "plugin")
+    __slots__ = ("_call", "_check", "hook", "info", "plugin")
 
     def __init__(self, hook: str, info: PluginInfo, call: Callable[..., Any]) -> None:
         self.hook = hook
         self.info = info
         self.plugin = info.name
         self._call = call
+        self._check = CHECKS.get(hook)
 
     def __call__(self, **arguments: Any) -> Any:
-        """The implementation's answer. Raises RequestError as raised, anything else as PluginError naming plugin and hook."""
+        """The implementation's answer, of the kind the hook asks for, or None. Raises RequestError as raised; anything else, and an answer
+        that is none, as PluginError naming plugin and hook."""
         try:
-            return self._call(**arguments)
+            answer = self._call(**arguments)
+            if answer is None or self._check is None or (problem := self._check(answer, arguments, self.info)) is None:
+                return answer
         except RequestError as error:
             error.plugin, error.hook = self.plugin, self.hook
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise PluginError(
-                f"plugin {self.plugin!r} failed in {self.hook}: {reason}", plugin=self.plugin, hook=self.hook
-            ) from error
+            raise self.failure(f"{type(error).__name__}: {plain_text(error)}") from error
+        raise self.failure(problem)
+
+    def failure(self, reason: str) -> PluginError:
+        """The error that says what this implementation, or something it gave, did wrong."""
+        return PluginError(f"plugin {self.plugin!r} failed in {self.hook}: {reason}", plugin=self.plugin, hook=self.hook)
 
     def __repr__(self) -> str:
         return f"Impl({self.plugin}.{self.hook})"
@@ -99,7 +106,7 @@ class Switches(msgspec.Struct, frozen=True):
 
 class PluginHost:
     def __init__(self, role: Role, settings: Mapping[str, Mapping[str, Any]] | None = None) -> None:
-        self.role = role
+        self.role: Role = role
         self.catalogue: dict[str, type[Plugin]] = {}
         self.sources: dict[str, str] = {}
         self.broken: dict[str, PluginLoadError] = {}
@@ -252,15 +259,49 @@ class PluginHost:
         """The plugin that is active in a slot; None: core's default."""
         return next((name for name in sorted(on) if self.info(name).slot == slot), None)
 
+    def with_dependents(self, name: str, on: frozenset[str]) -> frozenset[str]:
+        """A plugin and all of `on` that can't be on without it."""
+        found = {name}
+        while more := {other for other in on - found if self.info(other).requires & found}:
+            found |= more
+        return frozenset(found)
+
+    def needs(self, features: Iterable[str], fields: Iterable[str], name: str) -> bool:
+        """Whether a request can't do without a plugin in force for it: it uses a field that the plugin claims; or the plugin claims none,
+        and enforces something or is part of the engine."""
+        info = self.info(name)
+        if name not in features:
+            return False
+        return not info.claims.isdisjoint(fields) if info.claims else info.enforces or info.scope == "engine"
+
+    # ---- open requests ----------------------------------------------------------------------------------------------------------
+
+    def leaving(
+        self, features: frozenset[str], gone: frozenset[str], *, pinned: Iterable[str], fields: Iterable[str]
+    ) -> frozenset[str]:
+        """Which of the plugins that went off leave a request: lossless ones, unless the client pinned them, the request uses a field that
+        they honour, or one that stays requires them. The others stay for as long as the request is open."""
+        off = (features & gone).difference(pinned)
+        leaves = {name for name in off if self.info(name).lossless and self.info(name).claims.isdisjoint(fields)}
+        while needed := {other for name in features - leaves for other in self.info(name).requires & leaves}:
+            leaves -= needed
+        return frozenset(leaves)
+
     def after_switch(
         self, features: frozenset[str], old: Iterable[str], new: Iterable[str], *, pinned: Iterable[str], fields: Iterable[str]
     ) -> frozenset[str]:
-        """The plugins of an open request once `old` became `new`: lossless ones move with the switches, unless the client pinned them,
-        or they honour a field that the request uses. Engine and worker apply this same rule."""
-        now_on = frozenset(new)
-        moving = {name for name in (frozenset(old) ^ now_on).difference(pinned) if self.info(name).lossless}
-        kept = {name for name in features & moving if not self.info(name).claims.isdisjoint(fields)}
-        return (features - moving) | (moving & now_on) | kept
+        """The plugins of an open request once `old` became `new`; engine and worker apply this same rule. See `leaving`; lossless ones that
+        went on join, unless the client pinned them, or the request lacks what they require or has what they conflict with."""
+        was_on, now_on = frozenset(old), frozenset(new)
+        staying = features - self.leaving(features, was_on - now_on, pinned=pinned, fields=fields)
+        joining = {name for name in (now_on - was_on - staying).difference(pinned) if self.info(name).lossless}
+        while unfit := {name for name in joining if not self._fits(name, staying | joining)}:
+            joining -= unfit
+        return staying | joining
+
+    def _fits(self, name: str, others: frozenset[str] | set[str]) -> bool:
+        conflicts = self.info(name).conflicts
+        return self.info(name).requires <= others and not any(o in conflicts or name in self.info(o).conflicts for o in others)
 
     # ---- loading ----------------------------------------------------------------------------------------------------------------
 
@@ -283,12 +324,12 @@ class PluginHost:
         try:
             settings = msgspec.convert(self._settings.get(name, {}), cls.Settings)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"[plugins.{name}]: {error}") from None
+            raise ConfigError(f"[plugins.{name}]: {error}", plugin=name) from None
         try:
             plugin = cls(settings, self.role)
         except Exception as error:
             raise PluginLoadError(f"plugin {name!r} can't be started: {type(error).__name__}: {error}", plugin=name) from error
-        _refuse_wrappers(plugin, name)
+        _refuse_what_cant_be_called(plugin, name)
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
@@ -349,11 +390,15 @@ def _accepting(function: Callable[..., Any], takes: Iterable[str], given: Iterab
     return lambda **arguments: function(**{name: arguments[name] for name in names})
 
 
-def _refuse_wrappers(plugin: Plugin, name: str) -> None:
+def _refuse_what_cant_be_called(plugin: Plugin, name: str) -> None:
     for _, method in inspect.getmembers(plugin, callable):
         options = getattr(method, f"{PROJECT}_impl", None)
-        if options and (options.get("wrapper") or options.get("hookwrapper")):
+        if not options:
+            continue
+        if options.get("wrapper") or options.get("hookwrapper"):
             raise PluginLoadError(f"plugin {name!r}: hook wrappers are not supported ({method.__name__})", plugin=name)
+        if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
+            raise PluginLoadError(f"plugin {name!r}: {method.__name__} must be a plain function, as every hook", plugin=name)
 
 
 def _import_path(path: str) -> Any:

@@ -34,8 +34,26 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 
+class FrameError(ValueError):
+    """A message that can't be put on the wire: there is something in it that isn't plain data, or it is too long."""
+
+
 class WireError(Exception):
     """The peer broke the protocol: another version, a frame out of bounds, bytes that are no message of the expected types."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: object, max_frame: int = MAX_FRAME) -> bytes:
+    """The message as a frame; FrameError when it can't be one."""
+    try:
+        payload = _encoder.encode(message)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise FrameError(f"a {type(message).__name__} can't be encoded: {type(error).__name__}: {error}") from error
+    if len(payload) > max_frame:
+        raise FrameError(f"a {type(message).__name__} of {len(payload)} bytes is over the wire's limit of {max_frame}")
+    return _LENGTH.pack(len(payload)) + payload
 
 
 class Channel(Generic[In, Out]):
@@ -50,7 +68,6 @@ class Channel(Generic[In, Out]):
     ) -> None:
         self._reader = reader
         self._writer = writer
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(receives, strict=True)
         self._max_frame = max_frame
         self._greeted = False
@@ -58,13 +75,12 @@ class Channel(Generic[In, Out]):
         writer.write(_PREAMBLE.pack(MAGIC, PROTOCOL_VERSION))
 
     async def send(self, message: Out) -> None:
-        """Write one message; waits while the peer is slow. Raises OSError when the peer is gone, ValueError when it is too long."""
-        payload = self._encoder.encode(message)
-        if len(payload) > self._max_frame:
-            raise ValueError(
-                f"a {type(message).__name__} of {len(payload)} bytes is over the wire's limit of {self._max_frame}"
-            )
-        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+        """Write one message; waits while the peer is slow. Raises OSError when the peer is gone, FrameError when it can't be written."""
+        await self.send_frame(encode(message, self._max_frame))
+
+    async def send_frame(self, frame: bytes) -> None:
+        """Write what `encode` gave; waits while the peer is slow. Raises OSError when the peer is gone."""
+        self._writer.write(frame)
         await self._writer.drain()
 
     async def receive(self) -> In | None:

@@ -12,7 +12,8 @@ import msgspec
 
 from .config import Config
 from .errors import ErrorInfo
-from .plan import StepPlan, TokenLogprobs
+from .host import Switches
+from .plan import Kernels, StepPlan, TokenLogprobs
 from .request import AdmittedRequest
 
 PROTOCOL_VERSION = 1
@@ -26,7 +27,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
     version: int
     config: Config
-    features: tuple[str, ...]
+    switches: Switches
     spawned: float = 0.0
     """Unix seconds at which the front started the process; 0 when unknown."""
 
@@ -43,7 +44,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class SetFeatures(msgspec.Struct, frozen=True, tag=True):
-    """Switch plugins between two steps, all or none; answered by a Reply whose value is the effective state."""
+    """Switch plugins between two steps, all or none; answered by a Reply with `switches`, or an error."""
 
     call_id: int
     changes: dict[str, bool]
@@ -164,12 +165,16 @@ class StepOutput(msgspec.Struct, kw_only=True, tag=True):
     prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
     finished: dict[str, Finish] = {}
     report: StepReport | None = None
+    kernels: Kernels | None = None
+    """Set when another backend computes attention from this step on."""
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True):
     call_id: int
     value: Any = None
     error: ErrorInfo | None = None
+    switches: Switches | None = None
+    """To SetFeatures: what is on in the engine from here on. Whoever reads the wire in order always knows."""
 
 
 class PluginDisabled(msgspec.Struct, frozen=True, tag=True):
@@ -178,6 +183,8 @@ class PluginDisabled(msgspec.Struct, frozen=True, tag=True):
     name: str
     error: ErrorInfo
     refuses_new: bool
+    switches: Switches
+    """What is on in the engine from here on."""
 
 
 EngineMessage = Ready | Failed | Heartbeat | StepOutput | Reply | PluginDisabled

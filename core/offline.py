@@ -25,10 +25,12 @@ from .front.chat import ChatOptions
 from .front.client import EngineClient
 from .front.generation import Choice, Delta
 from .front.service import Service, load_text_parts
+from .front.startup import check_pool
+from .front.values import check_depth
 from .host import make_host
 from .messages import EngineInfo
 from .models.resolve import resolve
-from .params import SamplingParams, asks_for_nothing
+from .params import MAX_NAME_CHARS, SamplingParams, asks_for_nothing
 from .plan import TokenLogprobs
 from .settings_cli import sections
 
@@ -91,6 +93,7 @@ class LLM:
     def _start(self) -> Service:
         config = self.config
         host = make_host("front", config)
+        check_pool(config)
         bus = Bus()
         client = EngineClient(config, bus, host, host.start_switches(config.features.enable, config.features.disable))
         running, _ = self._portal.start_task(client.run)
@@ -239,7 +242,7 @@ class LLM:
         if isinstance(prompt, str):
             parsed_prompt = Prompt(await self._service.encode_text(prompt, add_special_tokens=True), prompt)
         else:
-            parsed_prompt = Prompt(list(prompt))
+            parsed_prompt = Prompt(_ids(prompt))
         parsed = ParsedRequest(
             endpoint="generate",
             prompts=[parsed_prompt],
@@ -317,7 +320,19 @@ def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list
 def _fields(params: SamplingParams) -> dict[str, Any]:
     """What the plugins must honour."""
     given = {name: value for name, value in msgspec.structs.asdict(params).items() if name not in CORE_PARAMS}
-    return {name: value for name, value in (given | params.extra).items() if not asks_for_nothing(name, value)}
+    fields = {name: value for name, value in (given | params.extra).items() if not asks_for_nothing(name, value)}
+    for name, value in fields.items():
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+            raise FieldError(str(name), "unknown field")
+        check_depth(name, value)
+    return fields
+
+
+def _ids(prompt: Any) -> list[int]:
+    """FieldError unless the prompt is a sequence of ints."""
+    if not isinstance(prompt, Sequence) or any(type(token_id) is not int for token_id in prompt):
+        raise FieldError("prompt", "must be a string or a list of token ids")
+    return list(prompt)
 
 
 async def _pipe() -> Any:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from .errors import FieldError
+from .errors import FieldError, shorten
+
+MAX_NAME_CHARS = 200
+"""No field and no plugin has a longer name: longer ones are refused before anything looks for what they resemble."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,12 +53,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     extra: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
+        """FieldError for what core itself can see; the plugins check their own fields at admission, as for HTTP."""
+        for name in ("n", "max_tokens", "seed"):
+            self._check_type(name, int, "an integer")
+        for name in ("temperature", "timeout"):
+            self._check_type(name, (int, float), "a number")
+        if not isinstance(self.skip_special_tokens, bool):
+            raise FieldError("skip_special_tokens", f"must be True or False, got {type(self.skip_special_tokens).__name__}")
+        for name in ("features", "extra"):
+            self._check_type(name, dict, "a dict")
+        check_switches(self.features, "features")
         if not 0.0 <= self.temperature <= 100.0:
-            raise FieldError("temperature", f"must be between 0 and 100, got {self.temperature}")
+            raise FieldError("temperature", f"must be between 0 and 100, got {shorten(self.temperature)}")
         if self.max_tokens is not None and self.max_tokens < 0:
-            raise FieldError("max_tokens", f"must be 0 or more, got {self.max_tokens}")
+            raise FieldError("max_tokens", f"must be 0 or more, got {shorten(self.max_tokens)}")
         if self.n < 1:
-            raise FieldError("n", f"must be at least 1, got {self.n}")
+            raise FieldError("n", f"must be at least 1, got {shorten(self.n)}")
+
+    def _check_type(self, name: str, kind: type | tuple[type, ...], what: str) -> None:
+        value = getattr(self, name)
+        if value is None and name in ("max_tokens", "seed", "timeout"):
+            return
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise FieldError(name, f"must be {what}, got {type(value).__name__}")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise FieldError(name, "must fit 64 bits")
+
+
+def check_switches(features: Mapping[Any, Any], where: str) -> None:
+    """FieldError unless it maps names of plugins to true or false; it names the one that is wrong."""
+    for name, wish in features.items():
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+            raise FieldError(f"{where}.{name}", "no plugin is called so")
+        if not isinstance(wish, bool):
+            raise FieldError(f"{where}.{name}", f"must be true or false, got {type(wish).__name__}")
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -74,15 +106,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
+    "logit_bias": ({},),
+    "bad_words": ([], ()),
+    "allowed_token_ids": ([], ()),
+    "stop": ([], ()),
+    "stop_token_ids": ([], ()),
+    "tools": ([],),
+    "functions": ([],),
 }
-"""Values that ask for nothing, by field. None, empty lists, tuples and dicts ask for nothing in every field."""
+"""Values that ask for nothing, by field; None asks for nothing in every field."""
 
 
 def asks_for_nothing(field: str, value: Any) -> bool:
     """Whether `value` is the neutral value of `field`: anyone can honour it, so no plugin needs to be on for it.
 
-    An empty string is not neutral in general: whether "" makes sense is for the plugin that owns the field to say.
+    An empty string, list or object is not neutral in general: whether it makes sense is for the plugin that owns the field to say.
     """
-    if value is None or (isinstance(value, (list, tuple, dict)) and not value):
-        return True
-    return any(type(value) is type(v) and value == v for v in NEUTRAL.get(field, ()))
+    return value is None or any(type(value) is type(v) and value == v for v in NEUTRAL.get(field, ()))

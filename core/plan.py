@@ -82,6 +82,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float] = []
 
 
+class Kernels(msgspec.Struct, frozen=True, kw_only=True):
+    """What computes attention, and what that means for the determinism contract."""
+
+    attention: str
+    """The backend's name."""
+    lossless: bool
+    reason: str = ""
+    """Why not."""
+    error: ErrorInfo | None = None
+    """The slot's holder could not give a backend: core's computes in its place."""
+
+
 class StepResult(msgspec.Struct, kw_only=True):
     """What a step gave. A request appears in at most one of `sampled` and `errors`."""
 
@@ -102,3 +114,5 @@ class StepResult(msgspec.Struct, kw_only=True):
     """Floating-point operations of linears and causal attention, counted like `bytes_moved`."""
     counters: dict[str, float] = {}
     """Plugin-owned counters, by `plugin.name`."""
+    kernels: Kernels | None = None
+    """Set when another backend computes attention from this step on."""

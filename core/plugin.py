@@ -101,7 +101,7 @@ class Plugin:
     def __init__(self, settings: Any, role: Role) -> None:
         """Cheap: imports of heavy modules belong into the hooks that need them. `role` is the process it lives in."""
         self.settings = settings
-        self.role = role
+        self.role: Role = role
 
 
 class StashKey(Generic[T]):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from . import rng
-from .errors import PluginError, RequestError, TokenbusError, WorkerError
+from .errors import RequestError, TokenbusError, WorkerError
 from .plan import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow], order: HookTable) ->
     tops = _check(values, rows, errors, "the model gave")
     _call_each("adjust_logits", values, rows, order, errors)
     if any(row.request.hooks.adjust_logits for row in rows):
-        tops = _check(values, rows, errors, "the request's masks leave")
+        tops = _check(values, rows, errors, "the request's masks leave", "penalties and biases made")
     _apply_temperature(values, tops, rows, errors)
     _call_each("filter_logits", values, rows, order, errors, lambda row: not is_greedy(row))
     if any(row.request.hooks.filter_logits for row in rows):
-        _check(values, rows, errors, "the request's filters leave")
+        _check(values, rows, errors, "the request's filters leave", "the request's filters made")
     token_ids = [_draw(values[i], row) if row.request.request_id not in errors else -1 for i, row in enumerate(rows)]
     logprobs = _logprobs(raw, values, rows, token_ids, order, errors)
     return Sampled(token_ids, logprobs, errors)
@@ -93,8 +93,10 @@ def _draw(values: np.ndarray, row: SampleRow) -> int:
     return rng.sample(values, request.seed, row.position, request.choice)
 
 
-def _check(values: np.ndarray, rows: Sequence[SampleRow], errors: Errors, who: str) -> np.ndarray:
-    """Largest value of each row; rows without a finite one, or with NaN or +inf, become errors of their requests."""
+def _check(values: np.ndarray, rows: Sequence[SampleRow], errors: Errors, who: str, overflowed: str = "") -> np.ndarray:
+    """Largest value of each row; rows without a finite one, or with NaN or +inf, become errors of their requests.
+
+    who: who left nothing; overflowed: who made a value that is no number, `who` by default."""
     tops = values.max(axis=1)  # NaN if there is one
     if not np.isfinite(tops).all():
         for i in np.flatnonzero(~np.isfinite(tops)).tolist():
@@ -105,7 +107,8 @@ def _check(values: np.ndarray, rows: Sequence[SampleRow], errors: Errors, who: s
                 errors[request_id] = RequestError(f"{who} no token that may be sampled", request_id=request_id)
             else:
                 problem = "no finite logit" if tops[i] == -np.inf else f"a logit that is {tops[i]}"
-                errors[request_id] = WorkerError(f"{who} {problem} at position {rows[i].position}", request_id=request_id)
+                blamed = overflowed if overflowed and tops[i] != -np.inf else who
+                errors[request_id] = WorkerError(f"{blamed} {problem} at position {rows[i].position}", request_id=request_id)
     return tops
 
 
@@ -205,12 +208,6 @@ def _logprobs(
                 rows=[rows[i] for i in some],
                 token_ids=[token_ids[i] for i in some],
             )
-            if answer is not None and len(answer) != len(some):
-                raise PluginError(
-                    f"plugin {impl.plugin!r} gave {len(answer)} entries for {len(some)} rows in token_logprobs",
-                    plugin=impl.plugin,
-                    hook="token_logprobs",
-                )
             return list(zip(some, answer or [None] * len(some), strict=True))
 
         for i, entry in _isolated(indices, rows, errors, call):

@@ -141,7 +141,7 @@ def _plugin_settings(items: Sequence[str]) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"--plugin-setting {item}: must be PLUGIN.NAME=VALUE")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):  # not TOML, or a number or nesting that Python doesn't take
             value = text
         found.setdefault(plugin, {})[name] = value
     return found

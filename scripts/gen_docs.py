@@ -50,8 +50,8 @@ def settings_page() -> str:
         if section == "plugins":
             continue
         lines += [f"## [{section}]", ""]
-        if text := inspect.getdoc(getattr(config, annotation)):
-            lines += [text, ""] if not text.startswith(annotation) else []
+        if text := getattr(config, annotation).__dict__.get("__doc__"):  # its own, not a base class's
+            lines += [inspect.cleandoc(text), ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, (kind, default, text) in docs[annotation].items():
             lines.append(f"| `{name}` | `{cell(kind)}` | `{cell(default)}` | {cell(text)} |")

@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
+from ..front.admission import Prompt
 from ..front.detokenizer import decode_all
 from ..front.generation import Choice, Delta, Generation
 from ..front.tokenizer import Tokenizer
 from ..plan import TokenLogprobs
-from .logprobs import CompletionLogprobs, chat_entries, prompt_entries
+from .logprobs import CompletionLogprobs, chat_entries, prompt_entries, prompt_offsets
 
 
 class Shape(msgspec.Struct, kw_only=True):
@@ -208,23 +209,28 @@ class CompletionAnswer(Answer):
     def _echoed(self, choice: Choice) -> str:
         if not self.shape.echo:
             return ""
-        prompt = self.generation.admission.parsed.prompts[choice.index // self.generation.admission.parsed.n]
+        prompt = self._prompt_of(choice)
         if prompt.text is not None:
             return prompt.text
         return decode_all(self.tokenizer, prompt.token_ids, skip_special=self._skips)
+
+    def _prompt_of(self, choice: Choice) -> Prompt:
+        parsed = self.generation.admission.parsed
+        return parsed.prompts[choice.index // parsed.n]
 
     def _pieces(self, choice: Choice, delta: Delta) -> dict[str, list[Any]] | None:
         """`logprobs` of a piece; the first piece of an echoed prompt has the prompt's tokens too, the first of them without a value."""
         if self.shape.logprobs is None:
             return None
-        ids, entries = list(delta.tokens), list(delta.logprobs or ())
         builder = self._logprobs.get(choice.index)
-        if builder is None:
-            prompt, echo = choice.request.prompt, self.shape.echo
-            builder = self._logprobs[choice.index] = CompletionLogprobs(
-                self.tokenizer, self.shape.logprobs, skip_special=self._skips, context=() if echo else prompt
-            )
-            if echo:
-                ids = prompt + ids
-                entries = [None, *self._prompt_logprobs.get(choice.index, ()), *entries]
-        return builder.piece(ids, entries)
+        if builder is not None:
+            return builder.piece(delta.tokens, delta.logprobs or ())
+        prompt = choice.request.prompt
+        builder = self._logprobs[choice.index] = CompletionLogprobs(
+            self.tokenizer, self.shape.logprobs, skip_special=self._skips, context=prompt, start=len(self._echoed(choice))
+        )
+        if not self.shape.echo:
+            return builder.piece(delta.tokens, delta.logprobs or ())
+        offsets = prompt_offsets(self.tokenizer, prompt, self._prompt_of(choice).text, skip_special=self._skips)
+        echoed = (prompt, offsets, self._prompt_logprobs.get(choice.index, ()))
+        return builder.piece(delta.tokens, delta.logprobs or (), echoed)

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from ..errors import FieldError, NotFoundError, RequestError, ServerFault, TokenbusError, TooLargeError, UnavailableError
+from ..contexts import Route
+from ..errors import (
+    FieldError,
+    MethodNotAllowedError,
+    NotFoundError,
+    RequestError,
+    ServerFault,
+    TokenbusError,
+    TooLargeError,
+    UnavailableError,
+    shorten,
+)
 from ..front.admission import new_id
 from ..front.events import RequestRefused
 from ..front.service import Service
+from ..host import Impl
+from ..plugin import Plugin
 from .auth import Gate
 
 log = structlog.get_logger(__name__)
@@ -23,6 +37,10 @@ Access = Literal["open", "client", "admin"]
 Handler = Callable[["Call"], Awaitable[web.StreamResponse]]
 
 SERVICE = web.AppKey("service", Service)
+BROKEN_BODY = (web.RequestPayloadError, HttpProcessingError)
+"""What reading a body raises when it can't be decompressed, or its chunks are malformed."""
+MOST_MESSAGE = 2000
+"""Characters of an error's message."""
 
 
 @dataclass(slots=True)
@@ -41,12 +59,14 @@ class Call:
     """A record will be published for it."""
 
     async def body(self) -> bytes:
-        """TooLargeError when it passes the limit."""
+        """TooLargeError when it passes the limit, RequestError when it isn't what its headers say (compression, chunks)."""
         limit = self.service.config.limits.max_body_bytes
         try:
             return await self.request.read()
         except web.HTTPRequestEntityTooLarge:
             raise TooLargeError(f"the body is larger than {limit} bytes") from None
+        except BROKEN_BODY as error:
+            raise _broken_body(error) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +84,8 @@ class Routes:
         self._fixed: dict[str, dict[str, Endpoint]] = {}
         self._prefixes: dict[str, dict[str, Endpoint]] = {}
         self._plugins: dict[str, dict[str, Endpoint]] = {}
-        self._known: frozenset[str] = frozenset()
+        self._given: dict[str, tuple[Plugin, Sequence[Route]]] = {}
+        """By name: a plugin that is on, and the routes that it gave when it was asked, once."""
 
     def add(self, method: str, path: str, endpoint: Endpoint) -> None:
         """A path that ends in "/*" stands for everything below it."""
@@ -75,31 +96,43 @@ class Routes:
         """NotFoundError, or MethodNotAllowed for a path that has other methods."""
         methods = self._fixed.get(path) or self._below(path) or self._of_plugins().get(path)
         if methods is None:
-            raise NotFoundError(f"there is no {path} here")
+            raise NotFoundError(f"there is no {shorten(path)} here")
         endpoint = methods.get("GET" if method == "HEAD" else method)
         if endpoint is None:
-            raise MethodNotAllowedError(f"{path} takes {', '.join(sorted(methods))}, not {method}", tuple(sorted(methods)))
+            takes = ", ".join(sorted(methods))
+            raise MethodNotAllowedError(f"{shorten(path)} takes {takes}, not {shorten(method)}", tuple(sorted(methods)))
         return endpoint
 
     def _below(self, path: str) -> dict[str, Endpoint] | None:
         return next((methods for prefix, methods in self._prefixes.items() if path.startswith(prefix)), None)
 
     def _of_plugins(self) -> dict[str, dict[str, Endpoint]]:
-        on = self._service.client.switches.on
-        if on != self._known:
-            self._plugins = _plugin_routes(self._service, on)
-            self._known = on
+        host = self._service.host
+        impls = host.table(self._service.client.switches.on).http_routes
+        now = {impl.plugin: host.loaded[impl.plugin] for impl in impls}
+        if now != {name: plugin for name, (plugin, _) in self._given.items()}:
+            old = self._given
+            self._given = {
+                impl.plugin: old[impl.plugin]
+                if impl.plugin in old and old[impl.plugin][0] is now[impl.plugin]
+                else (now[impl.plugin], _ask_for_routes(impl))
+                for impl in impls
+            }
+            self._plugins = _table(routes for _, routes in self._given.values())
         return self._plugins
 
 
-def _plugin_routes(service: Service, on: frozenset[str]) -> dict[str, dict[str, Endpoint]]:
+def _ask_for_routes(impl: Impl) -> Sequence[Route]:
+    try:
+        return impl() or ()
+    except TokenbusError as error:
+        log.exception("plugin_failed", plugin=impl.plugin, hook="http_routes", error=error.message)
+        return ()
+
+
+def _table(given: Iterable[Sequence[Route]]) -> dict[str, dict[str, Endpoint]]:
     table: dict[str, dict[str, Endpoint]] = {}
-    for impl in service.host.table(on).http_routes:
-        try:
-            routes = impl() or ()
-        except TokenbusError as error:
-            log.exception("plugin_failed", plugin=impl.plugin, hook="http_routes", error=error.message)
-            continue
+    for routes in given:
         for route in routes:
             access: Access = "admin" if route.admin else "client"
             table.setdefault(route.path, {})[route.method] = Endpoint(_plain(route.handler), access)
@@ -111,14 +144,6 @@ def _plain(handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> H
         return await handler(call.request)
 
     return call
-
-
-class MethodNotAllowedError(RequestError):
-    status = 405
-
-    def __init__(self, message: str, allowed: tuple[str, ...]) -> None:
-        super().__init__(message)
-        self.allowed = allowed
 
 
 def make_app(service: Service, routes: Routes, gate: Gate) -> web.Application:
@@ -133,23 +158,55 @@ def make_app(service: Service, routes: Routes, gate: Gate) -> web.Application:
             return error_response(error, call.request_id)
         except web.HTTPException as error:
             return error_response(_from_aiohttp(error), call.request_id)
+        except BROKEN_BODY as error:
+            return error_response(_broken_body(error), call.request_id)
         except ConnectionError:
             raise
         except Exception as error:
             log.exception("request_failed", path=request.path, id=call.request_id)
             return error_response(ServerFault(f"{type(error).__name__} while the request was handled"), call.request_id)
 
-    app = web.Application(client_max_size=service.config.limits.max_body_bytes)
+    app = web.Application(client_max_size=service.config.limits.max_body_bytes, middlewares=[_json_errors])
     app[SERVICE] = service
-    app.router.add_route("*", "/{path:.*}", dispatch)
+    app.router.add_route("*", "/{path:.*}", dispatch, expect_handler=_expect)
     return app
+
+
+@web.middleware
+async def _json_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """For what never gets to a route: "OPTIONS *" and the like."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        return error_response(_from_aiohttp(error), new_id("req"))
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    if request.version < HttpVersion11:
+        return None
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        reason = "the only expectation that can be met is 100-continue"
+        return error_response(with_status(RequestError(reason, param="Expect"), 417), new_id("req"))
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the answer itself has not begun
+    return None
 
 
 def _from_aiohttp(error: web.HTTPException) -> RequestError:
     """What the HTTP library itself found wrong with a request."""
-    made = RequestError(error.reason)
-    made.status = error.status  # pyright: ignore[reportAttributeAccessIssue]
-    return made
+    return with_status(RequestError(error.reason), error.status)
+
+
+def with_status(error: RequestError, status: int) -> RequestError:
+    """With a status of HTTP's own that no class of the tree has."""
+    error.status = status  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+def _broken_body(error: Exception) -> RequestError:
+    return RequestError(f"the body can't be read as its headers say (Content-Encoding, Transfer-Encoding): {shorten(error)}")
 
 
 async def _answer(call: Call, routes: Routes, gate: Gate) -> web.StreamResponse:
@@ -181,7 +238,9 @@ def _request_id(request: web.Request, service: Service) -> str:
 
 def error_body(error: TokenbusError) -> dict[str, Any]:
     """OpenAI's form. `code` is the class in the error tree."""
-    body: dict[str, Any] = {"message": error.message, "type": error.type, "param": error.param, "code": type(error).__name__}
+    param = None if error.param is None else shorten(error.param)
+    message = shorten(error.message, MOST_MESSAGE)
+    body: dict[str, Any] = {"message": message, "type": error.type, "param": param, "code": type(error).__name__}
     if error.plugin is not None:
         body["plugin"], body["hook"] = error.plugin, error.hook
     return {"error": body}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from ..config import ServerConfig
-from ..errors import AuthenticationError, ConfigError, NotAllowedError
+from ..errors import AuthenticationError, ConfigError, NotAllowedError, shorten
 
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost"})
 FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
@@ -64,12 +64,13 @@ class Gate:
             raise NotAllowedError("without --admin-key this must be asked for by a loopback name (Host header)")
         origin = request.headers.get("Origin")
         if origin is not None and not _is_local_name(_host_of(origin)):
-            raise NotAllowedError(f"requests from pages of {origin!r} are not allowed")
+            raise NotAllowedError(f"requests from pages of {shorten(origin)!r} are not allowed")
         return f"loopback {request.remote}"
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+    """Of any text: bytes that are no UTF-8 reach us, from headers and from the command line, as lone surrogates."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _given(request: web.Request) -> bytes | None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
 import structlog
 from aiohttp import web
 
-from ..errors import FieldError, ServerFault, TokenbusError
+from ..errors import FeatureOffError, FieldError, RequestError, ServerFault, TokenbusError, shorten
 from ..front.admission import ParsedRequest, Prompt, check_counts, new_id
 from ..front.chat import ChatOptions
 from ..front.generation import Choice, Delta, Generation
 from ..front.service import Service
+from ..params import check_switches
 from .answers import Answer, ChatAnswer, CompletionAnswer, Shape
 from .app import Call, error_body, json_response
 from .sse import EventStream
@@ -26,7 +28,7 @@ async def completions(call: Call) -> web.StreamResponse:
     data = decode_object(await call.body())
     body = convert(data, CompletionBody)
     service = call.service
-    service.check_model(body.model)
+    check_model(service, body.model)
     prompts, seconds = await _prompts(service, body)
     parsed = _common(call, body, "completion", prompts, arrival)
     parsed.max_tokens = body.max_tokens
@@ -42,7 +44,7 @@ async def chat(call: Call) -> web.StreamResponse:
     data = decode_object(await call.body())
     body = convert(data, ChatBody)
     service = call.service
-    service.check_model(body.model)
+    check_model(service, body.model)
     check_counts(_n(body), 1, service.config)
     prompt = await service.encode_chat(body.messages if body.messages is not None else [], chat_options(body))
     parsed = _common(call, body, "chat", [Prompt(prompt.token_ids)], arrival)
@@ -52,7 +54,29 @@ async def chat(call: Call) -> web.StreamResponse:
     parsed.fields = leftover(data, ChatBody) | _logprob_fields(top, body, echo=False)
     shape = _shape(service, body)
     shape.logprobs = top
-    return await _generate(call, parsed, shape, ChatAnswer, stream=bool(body.stream))
+    names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
+    if top:
+        names["logprobs"] = "top_logprobs"
+    try:
+        return await _generate(call, parsed, shape, ChatAnswer, stream=bool(body.stream))
+    except FeatureOffError:
+        raise
+    except RequestError as error:
+        raise _as_sent(error, names) from None
+
+
+def _as_sent(error: RequestError, names: dict[str, str]) -> RequestError:
+    """`error` with fields called what the client calls them."""
+    for name, sent in names.items():
+        error.message = re.sub(rf"\b{name}\b", sent, error.message)
+        error.param = sent if error.param == name else error.param
+    return error
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """NotFoundError unless this model is served."""
+    known = name is None or name in (service.model_name, service.config.model.model)
+    service.check_model(name if known else shorten(name))
 
 
 # ---- body to request ------------------------------------------------------------------------------------------------------------
@@ -64,6 +88,7 @@ def _n(body: Body) -> int:
 
 def _common(call: Call, body: Body, endpoint: str, prompts: list[Prompt], arrival: float) -> ParsedRequest:
     options = body.tokenbus or Options()
+    check_switches(options.features or {}, "tokenbus.features")
     if body.stream_options is not None and not body.stream:
         raise FieldError("stream_options", "only makes sense with stream: true")
     return ParsedRequest(
@@ -74,7 +99,7 @@ def _common(call: Call, body: Body, endpoint: str, prompts: list[Prompt], arriva
         seed=body.seed,
         timeout=body.timeout,
         skip_special_tokens=body.skip_special_tokens is not False,
-        features=options.features,
+        features=options.features or {},
         group=new_id("chatcmpl" if endpoint == "chat" else "cmpl"),
         tenant=call.who,
         arrival=arrival,
@@ -107,20 +132,13 @@ def chat_options(body: Any) -> ChatOptions:
         raise FieldError(
             "continue_final_message", "contradicts add_generation_prompt: a turn is continued or a new one is begun"
         )
-    if continues and (
-        not body.messages or not isinstance(body.messages[-1], dict) or body.messages[-1].get("role") != "assistant"
-    ):
-        raise FieldError("continue_final_message", "the last message must be the assistant's")
-    kwargs = body.chat_template_kwargs or {}
-    if reserved := kwargs.keys() & {"messages", "add_generation_prompt", "tools", "documents"}:
-        raise FieldError(f"chat_template_kwargs.{min(reserved)}", "has a field of its own")
     options = getattr(body, "tokenbus", None) or Options()
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         add_special_tokens=bool(body.add_special_tokens),
-        trusted_content=options.trusted_content,
-        template_kwargs=kwargs,
+        trusted_content=bool(options.trusted_content),
+        template_kwargs=body.chat_template_kwargs or {},
     )
 
 

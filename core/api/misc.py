@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from aiohttp import web
 
-from ..errors import FieldError, NotFoundError, UnavailableError
+from ..errors import FieldError, NotFoundError, UnavailableError, shorten
 from ..front.detokenizer import decode_all
 from ..front.service import Service
+from ..params import check_switches
+from ..plugin import Slot
 from .app import Call, Endpoint, Routes, error_response, json_response
-from .generate import chat, chat_options, completions
+from .generate import chat, chat_options, check_model, completions
 from .logprobs import name_of
 from .wire import DetokenizeBody, FeaturesBody, TokenizeBody, convert, decode_object
+
+CORE_DEFAULTS: dict[str, str] = {
+    "attention": "core (torch)",
+    "scheduling": "core (first come, first served)",
+    "quantization": "core (the checkpoint's own weights)",
+}
+"""What holds a slot that no plugin holds."""
+MOST_DIGITS = 18
+"""Of a number in a query: Python refuses to read numbers of thousands of digits."""
 
 
 def add_routes(routes: Routes) -> None:
@@ -28,7 +39,7 @@ def add_routes(routes: Routes) -> None:
         name = call.request.path.removeprefix("/v1/models/")
         if name != call.service.model_name:
             raise NotFoundError(
-                f"the model {name!r} is not served here; this server has {call.service.model_name!r}", param="model"
+                f"the model {shorten(name)!r} is not served here; this server has {call.service.model_name!r}", param="model"
             )
         return json_response(_model(call.service, created))
 
@@ -59,7 +70,7 @@ def _model(service: Service, created: int) -> dict[str, Any]:
 async def tokenize(call: Call) -> web.Response:
     service = call.service
     body = convert(decode_object(await call.body()), TokenizeBody)
-    service.check_model(body.model)
+    check_model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "give either prompt or messages")
     if body.messages is not None:
@@ -75,7 +86,7 @@ async def tokenize(call: Call) -> web.Response:
 async def detokenize(call: Call) -> web.Response:
     service = call.service
     body = convert(decode_object(await call.body()), DetokenizeBody)
-    service.check_model(body.model)
+    check_model(service, body.model)
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) < service.info.vocab_size):
         raise FieldError("tokens", f"token ids must be between 0 and {service.info.vocab_size - 1}")
     return json_response({"prompt": decode_all(service.tokenizer, body.tokens, skip_special=body.skip_special_tokens)})
@@ -96,9 +107,11 @@ async def ready(call: Call) -> web.Response:
 
 
 def feature_state(service: Service) -> dict[str, Any]:
-    """Every plugin: on, off, or off because of something, after all rewrites."""
+    """Every plugin: on, off, or off because of something, after all rewrites; and who holds each slot."""
     client, info = service.client, service.client.info
     switches = client.switches
+    holders = {slot: service.host.holder(slot, switches.on) for slot in get_args(Slot)}
+    slots = {slot: holder or CORE_DEFAULTS[slot] for slot, holder in holders.items()}
     table: dict[str, Any] = {}
     for name in sorted(service.host.catalogue):
         plugin = service.host.info(name)
@@ -107,13 +120,16 @@ def feature_state(service: Service) -> dict[str, Any]:
             entry["because"] = switches.reasons[name]
         if plugin.slot is not None:
             entry["slot"] = plugin.slot
+            if name not in switches.on and slots[plugin.slot] == CORE_DEFAULTS[plugin.slot]:
+                entry["because"] = f"{entry.get('because', 'not on by default')}; its slot is held by {slots[plugin.slot]}"
         if name in client.refusing:
             entry["failed"] = client.refusing[name].message
         table[name] = entry
     lossless: dict[str, Any] = {"lossless": True if info is None else info.lossless}
     if info is not None and not info.lossless:
         lossless["because"] = info.lossless_reason
-    return {"features": table, "kernels": lossless, "client_features": list(service.config.server.client_features)}
+    clients = list(service.config.server.client_features)
+    return {"features": table, "slots": slots, "kernels": lossless, "client_features": clients}
 
 
 async def features(call: Call) -> web.Response:
@@ -122,6 +138,7 @@ async def features(call: Call) -> web.Response:
 
 async def set_features(call: Call) -> web.Response:
     body = convert(decode_object(await call.body()), FeaturesBody)
+    check_switches(body.features, "features")
     await call.service.client.set_features(body.features, call.who)
     return json_response(feature_state(call.service))
 
@@ -129,7 +146,7 @@ async def set_features(call: Call) -> web.Response:
 async def plans(call: Call) -> web.Response:
     most = call.service.config.scheduler.plan_history
     text = call.request.query.get("last", "16")
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS and 1 <= int(text) <= most):
         raise FieldError("last", f"must be between 1 and {most}")
     reply = msgspec.to_builtins(await call.service.client.query("plans", last=int(text)))
     return json_response({"plans": reply["plans"] if isinstance(reply, dict) else reply})

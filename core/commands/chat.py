@@ -8,6 +8,7 @@ import sys
 
 from ..config import Config
 from ..errors import TokenbusError
+from ..front.values import check_text
 from ..offline import LLM
 from ..params import SamplingParams
 from .generate import quiet, sampling_params
@@ -17,14 +18,12 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - line editing and history for input()
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    try:
-        params = sampling_params(arguments)
-        with LLM(config.model.model, config=quiet(config)) as llm:
-            print(f"{llm.info.model} ({llm.info.dtype}); /reset forgets the conversation, Ctrl-D ends it", file=sys.stderr)
-            _converse(llm, opening, params)
-    except TokenbusError as error:
-        print(f"tokenbus: {error.message}", file=sys.stderr)
-        return 1
+    if arguments.system:
+        check_text("system", arguments.system)
+    params = sampling_params(arguments)
+    with LLM(config.model.model, config=quiet(config)) as llm:
+        print(f"{llm.info.model} ({llm.info.dtype}); /reset forgets the conversation, Ctrl-D ends it", file=sys.stderr)
+        _converse(llm, opening, params)
     return 0
 
 

@@ -8,7 +8,7 @@ import sys
 import msgspec
 
 from ..config import Config
-from ..errors import TokenbusError
+from ..front.values import check_text
 from ..offline import LLM, RequestOutput
 from ..params import SamplingParams
 
@@ -25,17 +25,15 @@ def quiet(config: Config) -> Config:
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
-    try:
-        params = sampling_params(arguments)
-        prompts = list(arguments.prompts)
-        if prompts in ([], ["-"]):
-            prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
-        with LLM(config.model.model, config=quiet(config)) as llm:
-            for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
-                print(_shown(output, as_json=arguments.json))
-    except TokenbusError as error:
-        print(f"tokenbus: {error.message}", file=sys.stderr)
-        return 1
+    params = sampling_params(arguments)
+    prompts = list(arguments.prompts)
+    if prompts in ([], ["-"]):
+        prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    for prompt in prompts:
+        check_text("prompt", prompt)
+    with LLM(config.model.model, config=quiet(config)) as llm:
+        for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
+            print(_shown(output, as_json=arguments.json))
     return 0
 
 

@@ -3,7 +3,8 @@
     socket ─> reader ─> mailbox ─> [ take in ─> schedule ─> publish plan ─> execute ─> update ─> publish result ─> send ] ─> socket
                                                                                └─ worker (thread or process)
 
-While a step computes, the reader goes on filling the mailbox and the heartbeat goes on beating; what came in is applied between two steps.
+While a step computes, the heartbeat goes on beating and the reader goes on receiving: new requests join the line at once, everything else is
+applied between two steps.
 A full mailbox makes the reader stop reading, and so, in the end, the front wait.
 """
 
@@ -23,9 +24,9 @@ from ..actors import Mailbox
 from ..bus import Bus
 from ..config import Config
 from ..contexts import EngineContext
-from ..errors import ErrorInfo, FieldError, NotFoundError, PluginError, TokenbusError, WorkerError
+from ..errors import ErrorInfo, FieldError, NotFoundError, PluginError, TokenbusError, TooLargeError, WorkerError, plain_text
 from ..host import PluginHost, Switches
-from ..ipc import Channel, WireError
+from ..ipc import Channel, FrameError, WireError
 from ..kv.pool import BlockPool
 from ..messages import (
     Add,
@@ -136,7 +137,7 @@ class EngineCore:
             except (WorkerError, PluginError) as error:
                 output = self._step_failed(plan, order, error)
             else:
-                self._switchboard.step_done(order)
+                self._switchboard.step_done(order, result)
                 output = scheduler.update(plan, result, time.time(), time.monotonic() - self._step_began)
                 bus.publish(result)
             self._step_began = None
@@ -183,20 +184,24 @@ class EngineCore:
                 for request_id in message.request_ids:
                     self.scheduler.cancel(request_id, message.reason, now)
             case SetFeatures():
-                await self._answer(message.call_id, lambda: self._switchboard.change(self.scheduler, message.changes))
+                await self._answer(message.call_id, lambda: self._switch(message))
             case Query():
-                await self._answer(message.call_id, lambda: self._ask(message.what, message.args))
+                await self._answer(message.call_id, lambda: Reply(message.call_id, self._ask(message.what, message.args)))
             case Shutdown():
                 self._stopping = True
             case Hello():
                 raise WireError("a second Hello")
 
-    async def _answer(self, call_id: int, call: Callable[[], Any]) -> None:
+    async def _answer(self, call_id: int, call: Callable[[], Reply]) -> None:
         try:
-            reply = Reply(call_id, call())
+            await self._send(call())
         except TokenbusError as error:
-            reply = Reply(call_id, error=error.to_wire())
-        await self._send(reply)
+            await self._send(Reply(call_id, error=error.to_wire()))
+        except FrameError as error:
+            await self._send(Reply(call_id, error=TooLargeError(f"the answer can't be sent: {error}").to_wire()))
+
+    def _switch(self, message: SetFeatures) -> Reply:
+        return Reply(message.call_id, switches=self._switchboard.change(self.scheduler, message.changes))
 
     def _ask(self, what: str, args: Mapping[str, Any]) -> Any:
         match what:
@@ -244,9 +249,14 @@ class EngineCore:
             self._mailbox.close()  # the front is gone; the loop finds out when it takes in
 
     async def _read(self) -> None:
+        """New requests join the line also while a step computes, with all that their plugins do about it; what changes running ones,
+        and whatever comes after that, waits in the mailbox for the end of the step."""
         try:
             async for message in self._channel:
-                await self._mailbox.put(message)
+                if isinstance(message, Add) and self._step_began is not None and not len(self._mailbox):
+                    await self._apply(message)
+                else:
+                    await self._mailbox.put(message)
         finally:
             self._mailbox.close()
 
@@ -277,4 +287,4 @@ def describe(error: BaseException) -> ErrorInfo:
     """Any error as plain data; one that isn't from our tree becomes a ServerFault with its type in the message."""
     if isinstance(error, TokenbusError):
         return error.to_wire()
-    return ErrorInfo(kind="ServerFault", message=f"{type(error).__name__}: {error}")
+    return ErrorInfo(kind="ServerFault", message=f"{type(error).__name__}: {plain_text(error)}")

@@ -24,7 +24,7 @@ import structlog
 from ..bus import Bus
 from ..config import Config
 from ..errors import ConfigError, StartupError
-from ..host import PluginHost, Switches, make_host
+from ..host import PluginHost, make_host
 from ..ipc import Channel, open_channel
 from ..kv import sizing
 from ..logs import configure_logs
@@ -106,7 +106,7 @@ async def _start(
         raise StartupError(
             f"the front's first message must be Hello in protocol version {PROTOCOL_VERSION}, got {type(hello).__name__}"
         )
-    config, features = hello.config, hello.features
+    config, features = hello.config, hello.switches.names()
     configure_logs(config.server.log_format, config.server.log_level)
     if hello.spawned:
         start.seconds["process"] = max(0.0, time.time() - hello.spawned)
@@ -123,7 +123,7 @@ async def _start(
         config=config,
         info=info,
         host=host,
-        switches=Switches(frozenset(features)),
+        switches=hello.switches,
         worker=worker,
         channel=channel,
         bus=Bus(),

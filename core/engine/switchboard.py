@@ -1,6 +1,7 @@
 """Which plugins are on in the engine: live changes, all or none, and what happens when one fails outside any one request.
 
-Everything here runs between two steps. `note_failure` alone may be called in the middle of one: it only takes a note.
+Everything here runs between two steps. `note_failure`, `step_done` and `step_failed` may be called in the middle of one: they only take a
+note, and `settle` acts on it, so that what goes to the front is told in the order in which it came about.
 """
 
 from __future__ import annotations
@@ -11,28 +12,30 @@ from collections.abc import Mapping
 import structlog
 
 from ..contexts import EngineContext
-from ..errors import ConflictError, PluginError, PluginLoadError, TokenbusError
+from ..errors import ConflictError, PluginError, PluginLoadError, TokenbusError, from_wire, plain_text
 from ..host import PluginHost, Switches
 from ..messages import PluginDisabled
-from ..plan import StepInput
-from ..request import Request
+from ..plan import StepInput, StepResult
 from ..scheduling.scheduler import Scheduler
 
 log = structlog.get_logger(__name__)
 
-POLICY_HOOK = "scheduling_policy"
-"""Failures of a scheduling policy: core's has taken over, so its plugin goes off whoever claims it."""
+SLOT_HOOKS = frozenset({"scheduling_policy", "attention_backend"})
+"""Failures of what a slot's holder gave: core's own takes over, so the plugin goes off whoever claims it."""
 
 
 class Switchboard:
     def __init__(self, host: PluginHost, context: EngineContext) -> None:
         self._host = host
         self._context = context
-        self._failures: dict[str, PluginError] = {}
+        self._failures: dict[str, TokenbusError] = {}
+        self._unloadable: dict[str, TokenbusError] = {}
+        """Plugins newly on in a step that failed as a whole."""
         self._refusing: set[str] = set()
+        self._lingering_failed: set[str] = set()
+        """Plugins that are off, but still in use, and have failed: told once."""
         self._on_worker: frozenset[str] = frozenset()
         """What was on when the worker last finished a step."""
-        self._notices: list[PluginDisabled] = []
 
     def start(self, switches: Switches) -> None:
         """At start: load and start what is on. PluginLoadError when one can't."""
@@ -40,7 +43,7 @@ class Switchboard:
         try:
             for name in switches.names():
                 self._started(name)
-        except PluginError as error:
+        except TokenbusError as error:
             raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
         self._on_worker = switches.on
 
@@ -55,77 +58,100 @@ class Switchboard:
             for name in fresh:
                 started.append(name)
                 self._started(name)
-        except (PluginError, PluginLoadError) as error:
+        except TokenbusError as error:
             for name in started:
                 self._stopped(name)
             self._host.release_unused(loaded_before)
             raise ConflictError(f"can't be switched: {error.message}", plugin=error.plugin, hook=error.hook) from error
         scheduler.apply_switches(target, time.time())
         self._refusing &= target.on
+        self._lingering_failed -= target.on
         log.info("features_applied", changes=dict(changes), on=target.names())
         return scheduler.switches
 
-    def note_failure(self, name: str, error: PluginError) -> None:
-        """An engine-wide hook raised. Dealt with by `settle`, between two steps; a plugin's first failure counts."""
-        if name not in self._refusing:
+    # ---- notes ------------------------------------------------------------------------------------------------------------------
+
+    def note_failure(self, name: str, error: TokenbusError) -> None:
+        """An engine-wide hook raised. A plugin's first failure counts, but for those that make it lose its slot."""
+        if error.hook in SLOT_HOOKS:
+            self._failures[name] = error
+        elif name not in self._refusing and name not in self._lingering_failed:
             self._failures.setdefault(name, error)
 
-    def step_done(self, order: StepInput) -> None:
+    def step_done(self, order: StepInput, result: StepResult) -> None:
         """The worker has finished a step."""
         if order.features is not None:
             self._on_worker = frozenset(order.features)
+        if result.kernels is not None and (failed := result.kernels.error) is not None and failed.plugin is not None:
+            self.note_failure(failed.plugin, from_wire(failed))
 
     def step_failed(self, scheduler: Scheduler, order: StepInput, error: TokenbusError) -> None:
-        """A step failed as a whole. If it was the first with plugins newly on, they go off again: the worker may not be able to load them,
-        and then every further step would fail."""
+        """A step failed as a whole. If no plugin is to blame, and it was the first with plugins newly on, they go off again: the worker may
+        not be able to load them, and then every further step would fail."""
         if isinstance(error, PluginError) and error.plugin is not None:
             self.note_failure(error.plugin, error)
-        if order.features is None:
-            return
-        for name in sorted(frozenset(order.features) - self._on_worker):
-            if name in scheduler.switches.on:
-                self._notices.append(self._switch_off(scheduler, name, error))
+        elif order.features is not None:
+            newly_on = frozenset(order.features) - self._on_worker
+            self._unloadable |= dict.fromkeys(sorted(newly_on & scheduler.switches.on), error)
+
+    # ---- acting on them ---------------------------------------------------------------------------------------------------------
 
     def settle(self, scheduler: Scheduler) -> list[PluginDisabled]:
         """Deal with the failures noted since the last call: what the front must know."""
-        notices, self._notices = self._notices, []
-        while self._failures:
-            name, error = self._failures.popitem()
+        notices: list[PluginDisabled] = []
+        failures, self._failures = self._failures, {}
+        unloadable, self._unloadable = self._unloadable, {}
+        for name, error in failures.items():
             if name in scheduler.switches.on:
                 notices.append(self._disable(scheduler, name, error))
+            elif name in self._host.loaded:
+                self._lingering_failed.add(name)
+                ended = self._end_users(scheduler, frozenset({name}), error)
+                log.error(
+                    "plugin_failed_after_it_went_off", plugin=name, hook=error.hook, error=error.message, ended_requests=ended
+                )
+        for name, error in unloadable.items():
+            if name in scheduler.switches.on:
+                notices.append(self._switch_off(scheduler, name, error))
         return notices
 
-    def _disable(self, scheduler: Scheduler, name: str, error: PluginError) -> PluginDisabled:
+    def _disable(self, scheduler: Scheduler, name: str, error: TokenbusError) -> PluginDisabled:
         """Off, when that changes nothing for anybody; else end the requests that need it and have new ones refused."""
-        doomed = self._with_dependents(name, scheduler.switches)
-        claimed = [r for r in scheduler.requests.values() if any(self._claims(r, other) for other in doomed)]
-        bound = any(self._host.info(other).enforces or self._host.info(other).scope == "engine" for other in doomed)
-        if error.hook != POLICY_HOOK and (claimed or bound):
-            users = claimed or [r for r in scheduler.requests.values() if name in r.features and self._host.info(name).enforces]
-            for request in users:
-                scheduler.fail(request.request_id, error.to_wire(), time.time())
-            self._refusing.add(name)
-            log.error("plugin_failed_and_kept", plugin=name, hook=error.hook, error=error.message, ended_requests=len(users))
-            return PluginDisabled(name, error.to_wire(), refuses_new=True)
-        return self._switch_off(scheduler, name, error)
+        host, doomed = self._host, self._host.with_dependents(name, scheduler.switches.on)
+        used = any(
+            other in request.features and not host.info(other).claims.isdisjoint(request.fields)
+            for request in scheduler.requests.values()
+            for other in doomed
+        )
+        bound = any(host.info(other).enforces or host.info(other).scope == "engine" for other in doomed)
+        if error.hook in SLOT_HOOKS or not (used or bound):
+            return self._switch_off(scheduler, name, error)
+        ended = self._end_users(scheduler, doomed, error)
+        self._refusing.add(name)
+        log.error("plugin_failed_and_kept", plugin=name, hook=error.hook, error=error.message, ended_requests=ended)
+        return PluginDisabled(name, error.to_wire(), refuses_new=True, switches=scheduler.switches)
+
+    def _end_users(self, scheduler: Scheduler, names: frozenset[str], error: TokenbusError) -> int:
+        """End the requests that can't do without one of these plugins; how many they were."""
+        users = [
+            request.request_id
+            for request in scheduler.requests.values()
+            if any(self._host.needs(request.features, request.fields, name) for name in names)
+        ]
+        for request_id in users:
+            scheduler.fail(request_id, error.to_wire(), time.time())
+        return len(users)
 
     def _switch_off(self, scheduler: Scheduler, name: str, error: TokenbusError) -> PluginDisabled:
-        doomed = self._with_dependents(name, scheduler.switches)
+        doomed = self._host.with_dependents(name, scheduler.switches.on)
         reasons = dict(scheduler.switches.reasons)
         for other in doomed:
-            reasons[other] = f"failed: {error.message}" if other == name else f"needs {name!r}, which failed"
+            why = f"switched off after it failed: {error.message}" if other == name else f"needs {name!r}, which failed"
+            reasons[other] = plain_text(why)
         log.error("plugin_switched_off", plugin=name, hook=error.hook, error=error.message, with_it=sorted(doomed - {name}))
         scheduler.apply_switches(Switches(scheduler.switches.on - doomed, reasons), time.time())
-        return PluginDisabled(name, error.to_wire(), refuses_new=False)
-
-    def _with_dependents(self, name: str, switches: Switches) -> frozenset[str]:
-        doomed = {name}
-        while more := {other for other in switches.on - doomed if self._host.info(other).requires & doomed}:
-            doomed |= more
-        return frozenset(doomed)
-
-    def _claims(self, request: Request, name: str) -> bool:
-        return name in request.features and not self._host.info(name).claims.isdisjoint(request.fields)
+        self._refusing -= doomed
+        return PluginDisabled(name, error.to_wire(), refuses_new=False, switches=scheduler.switches)
 
     def _started(self, name: str) -> None:
         for impl in self._host.table(frozenset({name})).engine_started:
@@ -135,5 +161,5 @@ class Switchboard:
         for impl in self._host.table(frozenset({name})).engine_stopped:
             try:
                 impl()
-            except PluginError as error:
-                log.exception("plugin_failed", plugin=name, hook=error.hook, error=error.message)
+            except TokenbusError as error:
+                log.exception("plugin_failed", plugin=name, hook="engine_stopped", error=error.message)

@@ -18,6 +18,7 @@ import msgspec
 from ..config import Config
 from ..contexts import AdmissionContext
 from ..errors import ContextLengthError, FeatureOffError, FieldError, NotAllowedError, UnavailableError
+from ..hook_answers import plain_data_problem
 from ..host import HookTable, PluginHost, Switches
 from ..messages import EngineInfo
 from ..params import asks_for_nothing
@@ -34,6 +35,8 @@ CORE_FIELDS = frozenset({
 SEED_BITS = 48
 MAX_TEMPERATURE = 100.0
 MAX_SEED = 2**63
+MIN_TIMEOUT = 0.001
+"""Seconds; with less no request could ever be answered."""
 
 
 class Prompt(msgspec.Struct):
@@ -184,8 +187,8 @@ class Admitter:
         most = self._config.scheduler.request_timeout
         if parsed.timeout is None:
             return most
-        if not (math.isfinite(parsed.timeout) and parsed.timeout > 0):
-            raise FieldError("timeout", "must be a positive number of seconds")
+        if not (math.isfinite(parsed.timeout) and parsed.timeout >= MIN_TIMEOUT):
+            raise FieldError("timeout", f"must be a number of seconds, {MIN_TIMEOUT:g} or more, got {parsed.timeout:g}")
         return min(parsed.timeout, most)
 
     def _seed(self, parsed: ParsedRequest) -> int:
@@ -238,8 +241,6 @@ class Admitter:
         for name in asked:
             self._check_claim(name, features)
         table = self._host.table(features, asked)
-        if not table.check_fields:
-            return asked, table
         context = AdmissionContext(
             prompt_len=max((len(prompt.token_ids) for prompt in parsed.prompts), default=0),
             max_tokens=max_tokens,
@@ -249,12 +250,18 @@ class Admitter:
             temperature=1.0 if parsed.temperature is None else parsed.temperature,
             limits=self._config.limits,
             tokenize=self._tokenize,
+            fields=(handed_on := dict(asked)),
         )
         for impl in table.check_fields:
             mine = {name: value for name, value in asked.items() if name in impl.info.claims}
             instead = impl(fields=mine, request=context)
             if instead is not None:
                 asked = {name: value for name, value in asked.items() if name not in mine} | instead
+                handed_on.clear()
+                handed_on.update(asked)
+        for name, value in asked.items():  # what a plugin made of one has been looked at when it came back
+            if value is parsed.fields.get(name) and (problem := plain_data_problem(value)):
+                raise FieldError(name, problem)
         return asked, table
 
     def _check_claim(self, name: str, features: frozenset[str]) -> None:

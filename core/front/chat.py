@@ -17,13 +17,15 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from ..errors import ConfigError, FieldError, RequestError
+from ..errors import ConfigError, FieldError, RequestError, shorten
 from ..models.resolve import ResolvedModel
 from .tokenizer import Tokenizer
+from .values import check_depth, check_texts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content"})
 """What a message may have; all of it is handed to the template. Other keys are refused unless null."""
+PART_KEYS = frozenset({"type", "text"})
 INLINE_CHARS = 20_000
 """Templates whose messages hold more characters are rendered on a pool thread."""
 
@@ -44,6 +46,17 @@ class ChatOptions:
     trusted_content: bool = False
     """Control markers inside contents become control tokens."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Called chat_template_kwargs in errors: that is its name in the API."""
+
+    def __post_init__(self) -> None:
+        """FieldError for template values that can't be meant."""
+        if not isinstance(self.template_kwargs, Mapping):
+            raise FieldError("chat_template_kwargs", "must be an object")
+        for name, value in self.template_kwargs.items():
+            check_depth(f"chat_template_kwargs.{name}", value)
+            check_texts(f"chat_template_kwargs.{name}", value)
+        if reserved := self.template_kwargs.keys() & {"messages", "add_generation_prompt", "tools", "documents"}:
+            raise FieldError(f"chat_template_kwargs.{min(reserved)}", "has a field of its own")
 
 
 class ChatTemplate:
@@ -60,6 +73,8 @@ class ChatTemplate:
 
     async def encode(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Prompt ids of a conversation. `messages` are as `check_messages` returns them. FieldError when template refuses them."""
+        if options.continue_final_message and (not messages or messages[-1].get("role") != "assistant"):
+            raise FieldError("continue_final_message", "the last message must be the assistant's")
         started = time.perf_counter()
         text, literals = await self._render_somewhere(messages, options)
         rendered = time.perf_counter()
@@ -113,7 +128,7 @@ class ChatTemplate:
         except RequestError:
             raise
         except Exception as error:
-            raise FieldError("messages", f"this model's chat template refuses them: {error}") from None
+            raise FieldError("messages", f"this model's chat template refuses them: {shorten(error, 400)}") from None
 
 
 def check_messages(messages: Any, limit: int) -> list[dict[str, Any]]:
@@ -131,15 +146,42 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise FieldError(where, "must be an object with role and content")
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise FieldError(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    kept = {key: value for key, value in message.items() if value is not None and value != []}
-    if unknown := sorted(kept.keys() - MESSAGE_KEYS):
-        raise FieldError(f"{where}.{unknown[0]}", "unknown field")
+    kept = {key: value for key, value in message.items() if not _absent(key, value)}
+    if unknown := next((key for key in kept if key not in MESSAGE_KEYS), None):
+        raise FieldError(f"{where}.{unknown}", "unknown field")
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if key in kept and not isinstance(kept[key], str):
+            raise FieldError(f"{where}.{key}", f"must be a string, got {_kind(kept[key])}")
+    if "tool_calls" in kept:
+        _check_tool_calls(kept["tool_calls"], f"{where}.tool_calls")
     if role == "developer":
         kept["role"] = "system"
     kept["content"] = _content(message.get("content"), f"{where}.content", may_be_absent=role == "assistant")
+    for key, value in kept.items():
+        check_texts(f"{where}.{key}", value)
     return kept
+
+
+def _absent(key: Any, value: Any) -> bool:
+    """What clients send for nothing: null; an empty list where lists stand, and in fields that we don't know."""
+    return value is None or (value == [] and (key == "tool_calls" or key not in MESSAGE_KEYS))
+
+
+def _check_tool_calls(calls: Any, where: str) -> None:
+    if not isinstance(calls, list):
+        raise FieldError(where, f"must be a list, got {_kind(calls)}")
+    check_depth(where, calls)
+    for index, call in enumerate(calls):
+        if not isinstance(call, dict):
+            raise FieldError(f"{where}[{index}]", f"must be an object, got {_kind(call)}")
+
+
+def _kind(value: Any) -> str:
+    return {dict: "object", list: "list", str: "string", bool: "true or false", int: "number", float: "number"}.get(
+        type(value), type(value).__name__
+    )
 
 
 def _content(content: Any, where: str, *, may_be_absent: bool) -> str:
@@ -154,8 +196,11 @@ def _content(content: Any, where: str, *, may_be_absent: bool) -> str:
     texts = []
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            raise FieldError(f"{where}[{index}]", f"only parts of type text can be read by this model, not {kind!r}")
+        if not isinstance(kind, str) or kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
+            shown = shorten(kind) if isinstance(kind, str) else _kind(part)
+            raise FieldError(f"{where}[{index}]", f"only parts of type text can be read by this model, not {shown!r}")
+        if unknown := next((key for key, value in part.items() if key not in PART_KEYS and not _absent(key, value)), None):
+            raise FieldError(f"{where}[{index}].{unknown}", "unknown field")
         texts.append(part["text"])
     return "".join(texts)
 

@@ -19,14 +19,17 @@ from ..bus import Bus
 from ..config import Config
 from ..contexts import FrontContext
 from ..errors import (
+    ConflictError,
     ErrorInfo,
     OverloadedError,
     RequestError,
     TokenbusError,
+    TooLargeError,
     UnavailableError,
     from_wire,
 )
 from ..host import PluginHost, Switches
+from ..ipc import FrameError
 from ..messages import (
     Add,
     Cancel,
@@ -40,6 +43,7 @@ from ..messages import (
     StepOutput,
 )
 from ..request import AdmittedRequest
+from .calls import Call, Change
 from .events import EngineDied, EngineStarted, FeatureChange, LoopLag
 from .journal import Journal
 from .plugins import FrontPlugins
@@ -82,11 +86,10 @@ class EngineClient:
         """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
         self._supervisor = Supervisor(config, self, outbox_size=2 * self.capacity + SPARE_MESSAGES, command=command)
         self._streams: dict[str, TokenStream] = {}
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, Call] = {}
         self._call_ids = 0
-        self._switching = anyio.Lock()
-        self._coming: frozenset[str] = frozenset()
-        """What will be on if the engine agrees to the change that is on its way."""
+        self._changes: dict[int, Change] = {}
+        """Switch changes on their way to the engine and back, by call id, in order."""
         self._settled = anyio.Event()
         """Set once the first start succeeded or was given up."""
         self._start_error: TokenbusError | None = None
@@ -182,7 +185,8 @@ class EngineClient:
         """Hand requests to the engine, all or none; their streams in the same order.
 
         Raises UnavailableError (with `retry_after`) while the engine isn't ready or a plugin they need has failed, OverloadedError
-        when they would be more than `capacity` together with those that are open, RequestError when they alone are more than that.
+        when they would be more than `capacity` together with those that are open, RequestError when they alone are more than that,
+        TooLargeError when they can't be sent at all.
         """
         self._refuse_if_unavailable(requests)
         if len(requests) > self.capacity:
@@ -190,30 +194,36 @@ class EngineClient:
         if len(self._streams) + len(requests) > self.capacity:
             raise OverloadedError(f"the queue is full: {len(self._streams)} requests are open", retry_after=1.0)
         self.journal.admit(requests)
-        if not self._supervisor.post(Add(requests)):
+        try:
+            self._post_add(requests)
+        except TokenbusError:
             for request in requests:
                 self.journal.end(request.request_id)
-            raise UnavailableError("the engine does not take requests now", retry_after=self._retry_after())
+            raise
         streams = [TokenStream(request.request_id, self._cancel) for request in requests]
         self._streams.update((stream.request_id, stream) for stream in streams)
         return streams
+
+    def _post_add(self, requests: list[AdmittedRequest]) -> None:
+        try:
+            taken = self._supervisor.post(Add(requests))
+        except FrameError as error:
+            raise TooLargeError(f"the request can't be handed to the engine: {error}") from error
+        if not taken:
+            raise UnavailableError("the engine does not take requests now", retry_after=self._retry_after())
 
     def _refuse_if_unavailable(self, requests: Iterable[AdmittedRequest]) -> None:
         if self.state != "ready":
             raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
         for request in requests:
             for name in self.refusing:
-                if self._needs(request, name):
+                needed = self.host.with_dependents(name, self.switches.on)
+                if any(self.host.needs(request.features, request.fields, other) for other in needed):
                     error = self.refusing[name]
                     raise UnavailableError(
                         f"plugin {name!r} has failed, and this request needs it: {error.message}",
                         plugin=name, hook=error.hook, retry_after=30.0,
                     )  # fmt: skip
-
-    def _needs(self, request: AdmittedRequest, name: str) -> bool:
-        """Whether a plugin acts on a request: it is in force, and claims nothing or something that the request uses."""
-        claims = self.host.info(name).claims
-        return name in request.features and (not claims or not claims.isdisjoint(request.fields))
 
     def _retry_after(self) -> float:
         """Seconds until an engine should be there: the rest of the back-off, and a start as long as the last one."""
@@ -244,61 +254,79 @@ class EngineClient:
 
     async def query(self, what: str, **args: Any) -> Any:
         """Ask the engine ("plans", "integrity", "stats"). Raises UnavailableError when no engine can answer, or what it answered."""
-        return await self._call(Query(self._next_call_id(), what, args))
+        message = Query(self._next_call_id(), what, args)
+        return await self._answer(message.call_id, self._post_call(message))
 
     async def set_features(self, changes: Mapping[str, bool], who: str) -> Switches:
         """Switch plugins live, all or none, in the engine and in this process; the state after it.
 
         Raises NotFoundError for an unknown plugin, ConflictError with the reason when refused, UnavailableError without an engine.
-        Then nothing has changed. who: for the log and the bus.
+        Then nothing has changed. who: for the log and the bus. Cancelled while it waits: the change may come about all the same.
         """
-        async with self._switching:
-            target = self.host.change_switches(self.switches, changes)
-            self._coming = target.on
-            try:
-                self._plugins.prepare(target.on)
-                reply = await self._call(SetFeatures(self._next_call_id(), dict(changes)))
-            except BaseException:
-                self._coming = frozenset()
-                self._settle_plugins()
-                raise
-            self._coming = frozenset()
-            # the engine has the last word: it may have switched more off meanwhile
-            self._adopt(Switches(msgspec.convert(reply, Switches).on, target.reasons), dict(changes), who)
-        return self.switches
+        expected = next((change.target for change in reversed(self._changes.values())), self.switches)
+        target = self.host.change_switches(expected, changes)
+        message = SetFeatures(self._next_call_id(), dict(changes))
+        self._changes[message.call_id] = Change(message.changes, who, target)
+        try:
+            self._plugins.prepare(target.on)
+            call = self._post_call(message)
+        except TokenbusError:
+            self._forget_change(message.call_id)
+            raise
+        return await self._answer(message.call_id, call)
 
     def _next_call_id(self) -> int:
         self._call_ids += 1
         return self._call_ids
 
-    async def _call(self, message: Query | SetFeatures) -> Any:
-        if self.state not in {"ready", "draining"} or not self._supervisor.post(message):
-            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
-        call = self._calls[message.call_id] = _Call()
+    def _post_call(self, message: Query | SetFeatures) -> Call:
         try:
-            await call.done.wait()
+            sent = self.state in {"ready", "draining"} and self._supervisor.post(message)
+        except FrameError as error:
+            raise RequestError(f"the engine can't be asked: {error}") from error
+        if not sent:
+            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
+        call = self._calls[message.call_id] = Call()
+        return call
+
+    async def _answer(self, call_id: int, call: Call) -> Any:
+        try:
+            return await call.wait()
         finally:
-            self._calls.pop(message.call_id, None)
-        if call.error is not None:
-            raise call.error
-        return call.value
+            self._calls.pop(call_id, None)
+
+    # ---- switches ---------------------------------------------------------------------------------------------------------------
 
     def _settle_plugins(self) -> None:
-        self._plugins.settle(self.switches.on | self._coming, self.journal.features_in_use())
+        """Keep what is on, and what will be if the engine agrees to the changes that are on their way."""
+        on = self.switches.on.union(*(change.target.on for change in self._changes.values()))
+        self._plugins.settle(on, self.journal.features_in_use())
+
+    def _forget_change(self, call_id: int) -> None:
+        """It has been refused, or the engine is gone."""
+        if self._changes.pop(call_id, None) is not None:
+            self._settle_plugins()
 
     def _adopt(self, state: Switches, changes: dict[str, bool], who: str) -> None:
+        """What the engine says is on. The one place where `switches` changes, called in the order of the wire."""
         self.switches = state
         for name in tuple(self.refusing):
             if name not in state.on:
                 del self.refusing[name]
+        try:
+            self._plugins.prepare(state.on)
+        except (
+            ConflictError
+        ) as error:  # it was prepared when the change was asked for: nothing but a plugin's own whim leads here
+            log.exception("plugin_failed", plugin=error.plugin, hook=error.hook, error=error.message)
         self._settle_plugins()
         log.info("features_changed", changes=changes, on=state.names(), who=who)
         self.bus.publish(FeatureChange(changes, state, who, time.time()))
 
     # ---- what the supervisor tells (its Owner) ----------------------------------------------------------------------------------
 
-    def hello_features(self) -> tuple[str, ...]:
-        return self.switches.names()
+    def hello_switches(self) -> Switches:
+        return self.switches
 
     def engine_ready(self, info: EngineInfo, restarts: int) -> None:
         self.info = info
@@ -316,10 +344,9 @@ class EngineClient:
             case StepOutput():
                 self._take_output(message)
             case Heartbeat():
-                self.bus.publish(LoopLag("engine", message.loop_lag, message.cpu_seconds))
+                self.bus.publish(LoopLag("engine", message.loop_lag, message.cpu_seconds, message.step_age))
             case Reply():
-                if (call := self._calls.get(message.call_id)) is not None:
-                    call.answer(message.value, None if message.error is None else from_wire(message.error))
+                self._take_reply(message)
             case PluginDisabled():
                 self._plugin_disabled(message)
 
@@ -351,27 +378,39 @@ class EngineClient:
                 stream.end(finish)
         if output.finished:
             self._after_ends()
+        if output.kernels is not None and self.info is not None:
+            lossless, reason = output.kernels.lossless, output.kernels.reason
+            self.info = msgspec.structs.replace(self.info, lossless=lossless, lossless_reason=reason)
+            log.info("attention_changed", backend=output.kernels.attention, lossless=lossless, reason=reason)
         if output.report is not None:
             self.bus.publish(output.report)
+
+    def _take_reply(self, message: Reply) -> None:
+        """A change counts whether or not whoever asked for it still waits."""
+        if (change := self._changes.pop(message.call_id, None)) is not None:
+            if message.switches is None:
+                self._settle_plugins()
+            else:
+                self._adopt(message.switches, change.changes, change.who)
+        if (call := self._calls.get(message.call_id)) is not None:
+            value = message.value if message.switches is None else message.switches
+            call.answer(value, None if message.error is None else from_wire(message.error))
 
     def _plugin_disabled(self, message: PluginDisabled) -> None:
         log.error("plugin_disabled", plugin=message.name, refuses_new=message.refuses_new, error=message.error.message)
         if message.refuses_new:
             self.refusing[message.name] = message.error
-            return
-        reasons = {**self.switches.reasons, message.name: f"switched off after it failed: {message.error.message}"}
-        off = {message.name}
-        while more := {name for name in self.switches.on - off if self.host.info(name).requires & off}:
-            off |= more  # the engine did the same
-        reasons |= dict.fromkeys(off - {message.name}, f"needs {message.name!r}, which failed")
-        state = Switches(self.switches.on - off, reasons)
-        self._adopt(state, dict.fromkeys(sorted(off), False), f"engine: {message.error.kind}")
+        off = dict.fromkeys(sorted(self.switches.on - message.switches.on), False)
+        if off:
+            self._adopt(message.switches, off, f"engine: {message.error.kind}")
 
     def _end_all(self, error: TokenbusError) -> None:
         for request_id in tuple(self._streams):
             self._end(request_id, error)
         for call in tuple(self._calls.values()):
             call.answer(None, UnavailableError("the engine ended before it could answer", retry_after=self._retry_after()))
+        for call_id in tuple(self._changes):
+            self._forget_change(call_id)
 
     def _become_stopped(self) -> None:
         self.state = "stopped"
@@ -387,17 +426,3 @@ class EngineClient:
             before = time.monotonic()
             await anyio.sleep(1.0)
             self.bus.publish(LoopLag("front", max(0.0, time.monotonic() - before - 1.0), time.process_time()))
-
-
-class _Call:
-    """A question on its way."""
-
-    def __init__(self) -> None:
-        self.done = anyio.Event()
-        self.value: Any = None
-        self.error: TokenbusError | None = None
-
-    def answer(self, value: Any, error: TokenbusError | None) -> None:
-        if not self.done.is_set():
-            self.value, self.error = value, error
-            self.done.set()

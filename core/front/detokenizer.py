@@ -25,6 +25,11 @@ class Detokenizer(ABC):
     def flush(self) -> str:
         """At the end, once: what is left of a character that was cut off, as U+FFFD."""
 
+    def ahead(self, token_id: int) -> int:
+        """Characters between all that was given out and the place where the text of `token_id` begins, were it fed next: 1 when it leaves
+        the character before it cut off, which then becomes U+FFFD, else 0: a token that goes on with a character begins where that does."""
+        return 0
+
 
 class ByteDetokenizer(Detokenizer):
     """For vocabularies whose tokens are bytes (see `token_bytes`)."""
@@ -41,6 +46,17 @@ class ByteDetokenizer(Detokenizer):
 
     def flush(self) -> str:
         return self._text(b"", final=True)
+
+    def ahead(self, token_id: int) -> int:
+        begun = self._decoder.getstate()[0]
+        data = self._table.shown(token_id, self._skip)
+        if not (begun and data):
+            return 0
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(begun + data[:1])
+        except UnicodeDecodeError:
+            return 1
+        return 0
 
     def _text(self, data: bytes, *, final: bool) -> str:
         text = self._decoder.decode(data, final)

@@ -80,3 +80,5 @@ class LoopLag(msgspec.Struct, frozen=True):
     seconds: float
     cpu_seconds: float
     """CPU time of that process so far."""
+    step_age: float = 0.0
+    """Engine: seconds since the step that computes now began; 0 when none does."""

@@ -14,7 +14,8 @@ import structlog
 
 from ..bus import Bus
 from ..contexts import OutputContext
-from ..errors import PluginError, RequestCancelledError, ServerFault, TokenbusError
+from ..errors import RequestCancelledError, ServerFault, TokenbusError, plain_text
+from ..hook_answers import filtered_text_problem
 from ..hooks import TextFilter
 from ..host import Impl
 from ..messages import Finish
@@ -126,9 +127,12 @@ class Choice:
             if not (text or final):
                 return text
             try:
-                text, reason = text_filter.feed(text, final=final)
+                answer = text_filter.feed(text, final=final)
             except Exception as error:
-                raise _filter_failed(impl, error) from error
+                raise impl.failure(f"{type(error).__name__}: {plain_text(error)}") from error
+            if (problem := filtered_text_problem(answer)) is not None:
+                raise impl.failure(problem)
+            text, reason = answer
             if reason is not None and not self._stopped:
                 self._stopped, self.stop_reason = True, reason
                 final = True
@@ -162,11 +166,6 @@ class Choice:
         else:
             self.gaps.append((now - self._last_at) / count)
         self._last_at = now
-
-
-def _filter_failed(impl: Impl, error: Exception) -> TokenbusError:
-    reason = f"plugin {impl.plugin!r} failed in text_filter: {type(error).__name__}: {error}"
-    return PluginError(reason, plugin=impl.plugin, hook="text_filter")
 
 
 Emit = Callable[[list[tuple[Choice, Delta]]], Awaitable[None]]
@@ -240,8 +239,11 @@ class Generation:
                 wake = anyio.Event()
                 batch, ready = ready, []
                 open_choices -= sum(delta.finished for _, delta in batch)
-                if batch:
-                    await emit(batch)
+                try:
+                    if batch:
+                        await emit(batch)
+                except Exception as error:  # as it is, not in the task group's ExceptionGroup
+                    errors.insert(0, error)
             tasks.cancel_scope.cancel()
         if errors:
             raise errors[0]

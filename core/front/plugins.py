@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import structlog
 
 from ..contexts import FrontContext
-from ..errors import ConflictError, PluginError, PluginLoadError
+from ..errors import ConflictError, PluginLoadError, TokenbusError
 from ..host import PluginHost
 
 log = structlog.get_logger(__name__)
@@ -24,10 +24,13 @@ class FrontPlugins:
         self._started: set[str] = set()
 
     def start(self, on: Iterable[str]) -> None:
-        """At start. Raises PluginLoadError, ConfigError or PluginError when one can't be loaded or started."""
+        """At start. Raises PluginLoadError or ConfigError when one can't be loaded or started."""
         self._host.load(on)
-        for name in sorted(on):
-            self._start(name)
+        try:
+            for name in sorted(on):
+                self._start(name)
+        except TokenbusError as error:
+            raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
 
     def prepare(self, on: frozenset[str]) -> None:
         """Get what goes on going, before the engine is asked. ConflictError when one can't; the caller then calls `settle` either way."""
@@ -35,7 +38,7 @@ class FrontPlugins:
             self._host.load(on)
             for name in sorted(on - self._started):
                 self._start(name)
-        except (PluginLoadError, PluginError) as error:
+        except TokenbusError as error:
             raise ConflictError(f"can't be switched: {error.message}", plugin=error.plugin, hook=error.hook) from error
 
     def settle(self, on: frozenset[str], in_use: frozenset[str]) -> None:
@@ -59,5 +62,5 @@ class FrontPlugins:
         for impl in self._host.table(frozenset({name})).front_stopped:
             try:
                 impl()
-            except PluginError as error:
+            except TokenbusError as error:
                 log.exception("plugin_failed", plugin=name, hook="front_stopped", error=error.message)

@@ -24,7 +24,7 @@ from ..errors import ConfigError, TokenbusError
 from ..host import make_host
 from ..models.resolve import ResolvedModel, resolve
 from .client import EngineClient
-from .startup import Phases
+from .startup import Phases, check_client_features, check_pool
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -83,6 +83,8 @@ async def _serve(config: Config) -> int:
     with phases.during("front: plugins"):
         host = make_host("front", config)
         switches = host.start_switches(config.features.enable, config.features.disable)
+        check_client_features(config.server.client_features, host)
+        check_pool(config)
     bus = Bus()
     client = EngineClient(config, bus, host, switches)
     signals = _Signals()
@@ -108,10 +110,9 @@ async def _serve(config: Config) -> int:
 async def _http(config: Config, client: EngineClient, phases: Phases) -> AsyncIterator[str]:
     """The HTTP server; the value is its address. It answers before the engine is ready: /ready and requests with 503."""
     with phases.during("front: HTTP modules"):  # while the engine process starts
-        from aiohttp import web
-
         from ..api.app import Routes, make_app
         from ..api.auth import Gate
+        from ..api.connection import make_runner
         from ..api.misc import add_routes
         from .service import Service, load_text_parts
     gate = Gate(config.server)
@@ -123,7 +124,7 @@ async def _http(config: Config, client: EngineClient, phases: Phases) -> AsyncIt
     routes = Routes(service)
     add_routes(routes)
     app = make_app(service, routes, gate)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=HANDLER_GRACE)
+    runner = make_runner(app, HANDLER_GRACE)
     await runner.setup()
     try:
         yield await _listen(runner, config)

@@ -14,6 +14,7 @@ from ..models.resolve import ResolvedModel
 from .admission import Admitter, ParsedRequest
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_template
 from .client import EngineClient
+from .events import RequestAdmitted
 from .generation import Generation
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -84,6 +85,8 @@ class Service:
         """Admit a request and hand it to the engine. Raises what `Admitter.admit` and `EngineClient.submit` raise."""
         admission = self._admitter.admit(parsed)
         streams = self.client.submit(admission.requests)
+        for request in admission.requests:
+            self.bus.publish(RequestAdmitted(request.request_id))
         return Generation(admission, streams, self.tokenizer, self.bus)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..config import Config
+from ..errors import ConfigError, NotFoundError
+from ..host import PluginHost
 from ..messages import EngineInfo
 
 TICKS_PER_SECOND = 100.0
@@ -22,6 +25,30 @@ def process_start() -> float:
         return time.time() - (uptime - float(fields[19]) / TICKS_PER_SECOND)
     except (OSError, ValueError, IndexError):
         return time.time()
+
+
+def check_client_features(names: Iterable[str], host: PluginHost) -> None:
+    """ConfigError for a name in `server.client_features` that a request could never switch."""
+    for name in names:
+        try:
+            host.known(name)
+        except NotFoundError as error:
+            raise ConfigError(f"server.client_features: {error.message}") from None
+        if (scope := host.info(name).scope) != "request":
+            raise ConfigError(f"server.client_features: {name!r} can't differ between requests (scope {scope}): leave it out")
+
+
+def check_pool(config: Config) -> None:
+    """ConfigError when the pool that was asked for is larger than what is free, before any weights are loaded. The engine looks again."""
+    if config.cache.num_blocks is None and config.cache.kv_memory_mb is None:
+        return
+    from ..kv.sizing import free_memory, plan
+    from ..models.resolve import resolve
+    from ..models.sizing import model_size
+
+    size = model_size(resolve(config.model.model), config.model.dtype)
+    if (free := free_memory() - size.weights_bytes) > 0:
+        plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, size.max_model_len)
 
 
 class Phases:

@@ -27,8 +27,9 @@ import structlog
 
 from ..actors import Mailbox
 from ..config import Config, SupervisionConfig
-from ..errors import EngineDiedError, StartupError, TokenbusError, from_wire
-from ..ipc import Channel, WireError, open_channel
+from ..errors import ConfigError, EngineDiedError, StartupError, TokenbusError, from_wire
+from ..host import Switches
+from ..ipc import Channel, FrameError, WireError, encode, open_channel
 from ..messages import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -74,8 +75,8 @@ class Death:
 class Owner(Protocol):
     """Whoever is told. All methods are quick and called on the supervisor's loop."""
 
-    def hello_features(self) -> tuple[str, ...]:
-        """Plugins that the next engine starts with."""
+    def hello_switches(self) -> Switches:
+        """What the next engine starts with."""
         ...
 
     def engine_ready(self, info: EngineInfo, restarts: int) -> None: ...
@@ -211,7 +212,7 @@ class Supervisor:
         self._config = config
         self._owner = owner
         self._outbox_size = outbox_size
-        self._outbox: Mailbox[FrontMessage] | None = None
+        self._outbox: Mailbox[bytes] | None = None
         self._closing = anyio.Event()
         self.vitals: Vitals | None = None
         """Of the engine that lives now."""
@@ -220,8 +221,9 @@ class Supervisor:
         self.starts = 0
 
     def post(self, message: FrontMessage) -> bool:
-        """Send to the engine that lives now. False when there is none, or when its outbox is full."""
-        return self._outbox is not None and self._outbox.offer(message)
+        """Send to the engine that lives now. False when there is none, or when its outbox is full. FrameError when it can't be sent at
+        all: it is encoded here, so that this is its sender's problem and nobody else's."""
+        return self._outbox is not None and self._outbox.offer(encode(message))
 
     def close(self) -> None:
         """Have `run` end: the engine is asked to stop, then killed. Idempotent."""
@@ -254,21 +256,28 @@ class _Life:
         self._config = supervisor._config
         self._owner = supervisor._owner
         self._vitals = Vitals(supervisor._config.supervision)
-        self._outbox: Mailbox[FrontMessage] = Mailbox(supervisor._outbox_size)
+        self._outbox: Mailbox[bytes] = Mailbox(supervisor._outbox_size)
+        """Frames."""
         self._over = anyio.Event()
         self._reason = ""
         self._error: TokenbusError | None = None
         self._ready_at: float | None = None
 
     async def live(self) -> Death:
-        spawned = time.time()
+        try:
+            hello = encode(Hello(PROTOCOL_VERSION, self._config, self._owner.hello_switches(), time.time()))
+        except FrameError as error:
+            self._outbox.destroy()
+            return Death(
+                "the settings can't be sent to an engine", ConfigError(f"the settings can't be sent to the engine: {error}")
+            )
         try:
             engine = await EngineProcess.spawn(self._supervisor._command)
         except OSError as error:
             self._outbox.destroy()
             return Death(f"can't start a process: {error}")
         self._supervisor.vitals, self._supervisor._outbox, self._supervisor.pid = self._vitals, self._outbox, engine.pid
-        self._outbox.offer(Hello(PROTOCOL_VERSION, self._config, self._owner.hello_features(), spawned))
+        self._outbox.offer(hello)
         try:
             async with anyio.create_task_group() as tasks:
                 for task in (self._read, self._write, self._await_exit, self._watch, self._stop_when_closing):
@@ -317,7 +326,7 @@ class _Life:
     async def _write(self, engine: EngineProcess) -> None:
         try:
             while True:
-                await engine.channel.send(await self._outbox.receive())
+                await engine.channel.send_frame(await self._outbox.receive())
         except OSError:
             return  # the reader finds out why
 
@@ -341,7 +350,7 @@ class _Life:
         await self._supervisor._closing.wait()
         if self._ready_at is None:  # it doesn't listen yet
             self._declare_over("closed")
-        self._outbox.offer(Shutdown())
+        self._outbox.offer(encode(Shutdown()))
         await anyio.sleep(STOP_GRACE)
         self._declare_over("closed")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import threading
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import anyio.to_thread
 from ..errors import ModelError
 from ..models.resolve import ResolvedModel, read_json
 from .token_bytes import TokenBytes
+from .values import check_text
 
 if TYPE_CHECKING:
     import tokenizers
@@ -58,7 +60,9 @@ class Tokenizer:
         self._marker_pattern = _any_of(self.markers)
 
     def encode_now(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a short text, here and now. Control markers in it become control tokens. Never two start tokens at the beginning."""
+        """Ids of a short text, here and now. Control markers in it become control tokens. Never two start tokens at the beginning.
+
+        FieldError for a text with lone surrogates."""
         return self._one_bos(self._encode(text, add_special_tokens))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -72,6 +76,19 @@ class Tokenizer:
 
         Markers elsewhere in `text` become control tokens. Everything else is as one `encode` call of the whole text."""
         return self._one_bos(await self._in_pool(self._encode_literals, text, literals, add_special_tokens))
+
+    def offsets(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
+        """Where in `text` each of its ids begins, as the tokenizer itself says: of use when it changes texts before it splits them. None
+        when these are not the text's ids."""
+        for add_special_tokens in (True, False):
+            encoded = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            if self._one_bos(encoded.ids) == list(token_ids):
+                starts, place = [], 0
+                for start, end in encoded.offsets[len(encoded.ids) - len(token_ids) :]:
+                    place = start if end > start else place  # (0, 0): added, not in the text
+                    starts.append(place)
+                return starts
+        return None
 
     def hide_markers(self, text: str, nonce: str, literals: dict[str, str]) -> str:
         """`text` with control markers replaced by placeholders, recorded in `literals`.
@@ -93,6 +110,7 @@ class Tokenizer:
         return max(map(len, self._backend.get_vocab()), default=1)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        check_text("prompt", text)
         if len(text) <= INLINE_CHARS:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         # the batch call releases the interpreter lock, the single one does not (tokenizers 0.23)

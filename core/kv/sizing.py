@@ -63,11 +63,16 @@ def plan(free_bytes: int, kv_bytes_per_token: int, weights_bytes: int, cache: Ca
     """The pool for `free_bytes` of memory that is free beside the weights. `num_blocks` wins over `kv_memory_mb` over the fraction.
 
     A fraction never takes more than `max_model_len` tokens for each of 256 requests. ConfigError when not even one block fits, or when
-    `kv_memory_mb` asks for more than is free.
+    `num_blocks` or `kv_memory_mb` ask for more than is free (0 free bytes: nothing is known, and `num_blocks` is believed).
     """
     block_bytes = kv_bytes_per_token * cache.block_size
     if cache.num_blocks is not None:
         num_blocks, source = cache.num_blocks, "cache.num_blocks"
+        if 0 < free_bytes < num_blocks * block_bytes:
+            raise ConfigError(
+                f"cache.num_blocks: {num_blocks:,} blocks take {_size(num_blocks * block_bytes)}; {_size(free_bytes)} are free beside the "
+                f"weights, enough for {free_bytes // block_bytes:,}"
+            )
     elif cache.kv_memory_mb is not None:
         wanted = cache.kv_memory_mb * MIB
         if wanted > free_bytes:

@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from ..errors import ErrorInfo, PluginError, TokenbusError
+from ..errors import ErrorInfo, PluginError, TokenbusError, plain_text
 from ..host import Impl
 from ..kv.pool import BlockPool
 from ..messages import Finish
@@ -58,9 +58,9 @@ class Batch:
         most = max(request.num_prompt, request.limit - 1)
         return min(self.blocks_for(min(len(request.tokens) + self.block_size, most)), self.pool.num_blocks)
 
-    def headroom(self) -> int:
-        """Blocks that the running requests will soon want beside those they hold."""
-        return sum(max(0, self.soon(request) - len(request.blocks)) for request in self.running)
+    def headroom(self, request: Request) -> int:
+        """Blocks that a running request will soon want beside those it holds."""
+        return max(0, self.soon(request) - len(request.blocks))
 
     # ---- the life of a request ----------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Batch:
             error=error,
             cached_tokens=request.cached_tokens or 0,
             preemptions=request.preemptions,
-            notes=request.notes,
+            notes=_notes(request),
             features=tuple(sorted(request.features)),
         )
 
@@ -188,3 +188,13 @@ class Batch:
                 problems.append(f"{request!r} waits and holds something")
         if problems:
             raise RuntimeError("scheduler: " + "; ".join(problems))
+
+
+def _notes(request: Request) -> dict[str, str]:
+    """What plugins noted, as text whatever they put there."""
+    notes = request.notes
+    if not notes:
+        return {}
+    if not isinstance(notes, dict):
+        return {"": plain_text(notes)}
+    return {plain_text(name): plain_text(note) for name, note in notes.items()}

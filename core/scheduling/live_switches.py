@@ -16,7 +16,7 @@ import structlog
 from ..errors import PluginError, TokenbusError, UnavailableError
 from ..host import HookTable, PluginHost, Switches
 from ..policy import FcfsPolicy, SchedulingPolicy
-from ..request import AdmittedRequest
+from ..request import AdmittedRequest, Request
 from .batch import Batch
 
 log = structlog.get_logger(__name__)
@@ -39,24 +39,22 @@ class LiveSwitches:
         return self._host.table(features, fields)
 
     def features_of(self, admitted: AdmittedRequest) -> frozenset[str]:
-        """The plugins a new request runs with: those it was admitted with, less lossless ones that went off on its way here.
-
-        UnavailableError when one that decides its answer is gone.
-        """
+        """The plugins a new request runs with: those it was admitted with, less those that went off on its way here and may leave it
+        (`PluginHost.leaving`: the rule for open requests). UnavailableError when one that may not is gone."""
         features = frozenset(admitted.features)
-        gone = [name for name in features - self.switches.on if name not in self._host.loaded or self._drops(name, admitted)]
-        for name in gone:
-            if name not in self._host.catalogue or not self._drops(name, admitted):
-                raise UnavailableError(
-                    f"plugin {name!r} was switched off while the request was on its way; try again",
-                    request_id=admitted.request_id,
-                    plugin=name,
-                    retry_after=1.0,
-                )
-        return features.difference(gone)
-
-    def _drops(self, name: str, admitted: AdmittedRequest) -> bool:
-        return self._host.info(name).lossless and name not in admitted.pinned
+        if features <= self.switches.on:
+            return features
+        host, off = self._host, features - self.switches.on
+        known = off & host.catalogue.keys()
+        leaves = host.leaving(features - (off - known), known, pinned=admitted.pinned, fields=admitted.fields)
+        for name in sorted(off - leaves - host.loaded.keys()):
+            raise UnavailableError(
+                f"plugin {name!r} was switched off while the request was on its way; try again",
+                request_id=admitted.request_id,
+                plugin=name,
+                retry_after=1.0,
+            )
+        return features - leaves
 
     # ---- changing ---------------------------------------------------------------------------------------------------------------
 
@@ -69,12 +67,24 @@ class LiveSwitches:
         for request in tuple(self._batch.requests.values()):
             features = self._host.after_switch(request.features, old.on, new.on, pinned=request.pinned, fields=request.fields)
             if features != request.features:
-                request.features = features
-                request.hooks = self._host.table(features, request.fields)
+                self._move(request, features, now)
         if self._host.holder("scheduling", old.on) != self._host.holder("scheduling", new.on):
             self._take_slot(now)
         self.announce()
         return self._unload(now)
+
+    def _move(self, request: Request, features: frozenset[str], now: float) -> None:
+        """Give an open request other plugins; those that leave and those that join are told. One that raises ends the request."""
+        before, left = request.features, request.hooks.request_removed
+        request.features = features
+        request.hooks = self._host.table(features, request.fields)
+        calls = [impl for impl in left if impl.plugin not in features]
+        calls += [impl for impl in request.hooks.request_added if impl.plugin not in before]
+        try:
+            for impl in calls:
+                impl(request=request)
+        except TokenbusError as error:
+            self._batch.end(request, "error", now, error=error.to_wire())
 
     def _take_slot(self, now: float) -> None:
         """Give the waiting line the policy of whoever holds the slot."""

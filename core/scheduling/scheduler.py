@@ -129,7 +129,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float, seconds: float) -> StepOutput:
         """Take in a step's result; `seconds` is the wall time from plan to result. The output carries the ends from intake too."""
         self._in_flight = None
-        output = StepOutput(step_id=plan.step_id, tokens=result.sampled, logprobs=result.logprobs)
+        output = StepOutput(step_id=plan.step_id, tokens=result.sampled, logprobs=result.logprobs, kernels=result.kernels)
         for request_id, error in result.errors.items():
             self.fail(request_id, error, now)
         if result.prompt_logprobs:
@@ -262,9 +262,10 @@ class Scheduler:
     def apply_switches(self, new: Switches, now: float | None = None) -> list[str]:
         """Between two steps: put `new` in force. Its plugins are loaded and started by the caller.
 
-        Lossless plugins that changed go on or off for open requests too, unless the client pinned them; every other open request
-        keeps what it was admitted with. The waiting line moves to the new policy. Plugins that nobody uses any more get their
-        `engine_stopped` and are unloaded: now (their names are returned), or as their last request ends.
+        Lossless plugins that changed go on or off for open requests too (`PluginHost.after_switch`), with `request_added` or
+        `request_removed`; otherwise an open request keeps what it was admitted with. The waiting line moves to the new policy.
+        Plugins that nobody uses any more get their `engine_stopped` and are unloaded: now (their names are returned), or as their last
+        request ends.
         """
         return self.live.apply(new, time.time() if now is None else now)
 

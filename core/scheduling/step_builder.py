@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from ..config import SchedulerConfig
 from ..contexts import PrefixMatch, StepView
-from ..errors import ContextLengthError, PluginError, TokenbusError
+from ..errors import ContextLengthError, TokenbusError
 from ..plan import StepPlan, WorkerRequest
 from ..request import Request, Status
 from .batch import Batch
@@ -35,6 +35,8 @@ class StepBuilder:
         self._preempted: list[str] = []
         self._starved = False
         """Blocks ran out: nobody joins in this step."""
+        self._headroom: int | None = None
+        """Blocks that the running requests will soon want beside theirs: counted when somebody wants to join, then kept up to date."""
         self._view = StepView(step_id=0, budget=0, num_decodes=0, prompt_tokens=0, waiting=0)
 
     def build(self, now: float) -> tuple[StepPlan, list[WorkerRequest], dict[str, list[int]]] | None:
@@ -155,6 +157,7 @@ class StepBuilder:
     def _plan_prompts(self, now: float, *, least: int) -> None:
         """Running prompts, then waiting requests. least=1: nothing is planned yet; the first one runs whatever `limit_chunk` says."""
         batch, planned = self._batch, self._num_tokens
+        self._headroom = None
         if len(planned) < len(batch.running):
             for request in tuple(batch.running):
                 if request.status is Status.RUNNING and request.request_id not in planned:
@@ -175,30 +178,31 @@ class StepBuilder:
         """Try the head of the line; False when it must wait, and with it everybody behind it."""
         batch = self._batch
         request = batch.line.peek(now)
-        if request is None:
-            return False
-        if self._view.budget <= 0 and not least:
-            return False
-        if len(batch.running) >= self._max_running and not self._displace(request, now):
+        if request is None or (self._view.budget <= 0 and not least):
             return False
         try:
-            match = self._match(request)
-            while not self._fits(request, match):
+            match = None
+            while len(batch.running) >= self._max_running or not self._fits(request, match := self._match(request)):
                 if not self._displace(request, now):
                     return False
-                match = self._match(request)  # what the displaced one held may serve now, or be gone
+                if batch.line.peek(now) is not request:
+                    return True  # the line has another head now: start over with it
             return self._start(request, match, now, least)
         except TokenbusError as error:
             batch.end(request, "error", now, error=error.to_wire())
             return True
 
     def _displace(self, request: Request, now: float) -> bool:
-        """Whether the policy made a running request give way to a waiting one."""
-        if not self._batch.running:
-            return False
-        victim = self._batch.line.displaces(request, self._batch.running, now)
+        """Whether the policy made a running request give way to a waiting one: each at most once a step, so that it can't go in circles."""
+        batch = self._batch
+        victim = batch.line.displaces(request, batch.running, now) if batch.running else None
         if victim is None:
             return False
+        if victim.request_id in self._preempted:
+            batch.line.give_up(f"it displaced {victim.request_id!r} twice in one step", now)
+            return False
+        if self._headroom is not None:
+            self._headroom -= batch.headroom(victim)
         self._preempt(victim, now)
         return True
 
@@ -209,16 +213,8 @@ class StepBuilder:
             if impl.plugin in self._batch.distrusted:
                 continue
             match: PrefixMatch | None = impl(request=request, pool=self._batch.pool)
-            if match is None or not match.blocks:
-                continue
-            if match.num_tokens != len(match.blocks) * self._batch.block_size or match.num_tokens >= len(request.tokens):
-                raise PluginError(
-                    f"plugin {impl.plugin!r} failed in match_prefix: {match.num_tokens} tokens in {len(match.blocks)} blocks for "
-                    f"{len(request.tokens)} tokens",
-                    plugin=impl.plugin,
-                    hook="match_prefix",
-                )
-            return match
+            if match is not None and match.blocks:
+                return match
         return None
 
     def _fits(self, request: Request, match: PrefixMatch | None) -> bool:
@@ -228,7 +224,11 @@ class StepBuilder:
         if not batch.running:
             return batch.blocks_for(len(request.tokens)) - len(shared) <= free
         needed = batch.soon(request) - len(shared)
-        return needed <= free and needed + batch.headroom() <= free
+        if needed > free:
+            return False
+        if self._headroom is None:
+            self._headroom = sum(map(batch.headroom, batch.running))
+        return needed + self._headroom <= free
 
     def _start(self, request: Request, match: PrefixMatch | None, now: float, least: int) -> bool:
         """Admit the head of the line with its first chunk; False when `limit_chunk` leaves it out of this step."""
@@ -252,6 +252,8 @@ class StepBuilder:
             batch.grow(request, blocks)
         self._count_hits(request)
         batch.admit(request, now)
+        if self._headroom is not None:
+            self._headroom += batch.headroom(request)
         self._plan(request, num_tokens)
         return True
 
@@ -275,7 +277,7 @@ class StepBuilder:
             if limit is not None:
                 answer = limit if answer is None else min(answer, limit)
         if answer is not None:
-            return max(0, min(answer, wanted))
+            return min(answer, wanted)
         return remaining if remaining <= view.budget or view.prompt_tokens == 0 else 0
 
     def _plan(self, request: Request, num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from ..errors import PluginError
+from ..errors import PluginError, plain_text
 from ..policy import FcfsPolicy, SchedulingPolicy
 from ..request import Request
 
@@ -100,12 +100,17 @@ class WaitingLine:
             self._fall_back(error, now)
             return None
 
+    def give_up(self, why: str, now: float) -> None:
+        """The policy contradicts itself: core's takes over."""
+        self._fall_back(RuntimeError(why), now)
+
     def _fall_back(self, error: Exception, now: float) -> None:
         owner, self.owner = self.owner, ""
         if not owner:
             raise error
         failure = PluginError(
-            f"plugin {owner!r} failed in scheduling_policy: {type(error).__name__}: {error}; first come, first served from now on",
+            f"plugin {owner!r} failed in scheduling_policy: {type(error).__name__}: {plain_text(error)}; "
+            "first come, first served from now on",
             plugin=owner,
             hook="scheduling_policy",
         )

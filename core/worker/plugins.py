@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import structlog
 
-from ..errors import TokenbusError
+from ..errors import TokenbusError, plain_text
 from ..host import HookTable, Impl, PluginHost
 from ..plan import WorkerRequest
-from .attention import AttentionBackend, KVLayout
+from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
 from .state import WorkerRequestState
+
+if TYPE_CHECKING:
+    import torch
 
 log = structlog.get_logger(__name__)
 
@@ -22,6 +27,8 @@ class WorkerPlugins:
         self._of_request: dict[str, frozenset[str]] = {}
         self._holder: str | None = None
         self._backend: AttentionBackend | None = None
+        self.slot_error: TokenbusError | None = None
+        """Why the attention slot's holder could not give a backend; core's computes in its place."""
 
     @property
     def order(self) -> HookTable:
@@ -67,24 +74,62 @@ class WorkerPlugins:
             self.host.release_unused(self.features.union(*self._of_request.values()))
 
     def attention(self, layout: KVLayout) -> AttentionBackend:
-        """The slot's backend; core's torch backend when the slot is empty, or its holder can't serve or raises (with a loud log)."""
+        """The slot's backend; core's torch backend when the slot is empty, or its holder can't serve or raises (with a loud log). A
+        plugin's backend that raises in a step raises PluginError."""
         holder = self.host.holder("attention", self.features)
         if self._backend is None or holder != self._holder:
+            self.slot_error = None
             self._backend = self._from_plugin(holder, layout) or _default_backend()
             self._holder = holder
         return self._backend
 
     def _from_plugin(self, holder: str | None, layout: KVLayout) -> AttentionBackend | None:
-        if holder is None:
-            return None
-        try:
-            backend = self.host.table(frozenset({holder})).first("attention_backend", layout=layout)
-        except TokenbusError:
-            log.exception("attention_backend_failed", plugin=holder)
-            return None
-        if backend is None:
+        for impl in self.host.table(frozenset({holder} if holder else ())).attention_backend:
+            try:
+                backend = impl(layout=layout)
+            except TokenbusError as error:
+                log.exception("attention_backend_failed", plugin=holder)
+                self.slot_error = error
+                return None
+            if backend is not None:
+                return GuardedAttention(backend, impl)
             log.warning("attention_backend_declined", plugin=holder)
-        return backend
+        return None
+
+
+class GuardedAttention(AttentionBackend):
+    """A plugin's backend; what it raises, and an output of another shape or dtype than the queries', becomes a PluginError."""
+
+    def __init__(self, backend: AttentionBackend, impl: Impl) -> None:
+        self._backend = backend
+        self._impl = impl
+        self.name = backend.name  # pyright: ignore[reportAttributeAccessIssue]
+        self.invariant = backend.invariant  # pyright: ignore[reportAttributeAccessIssue]
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        try:
+            return self._backend.prepare(batch)
+        except Exception as error:
+            raise self._impl.failure(f"prepare: {type(error).__name__}: {plain_text(error)}") from error
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        batch: AttentionBatch,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        try:
+            out = self._backend.attend(q, k, v, k_cache, v_cache, batch, params)
+            fits = out.shape == q.shape and out.dtype == q.dtype
+        except Exception as error:
+            raise self._impl.failure(f"attend: {type(error).__name__}: {plain_text(error)}") from error
+        if not fits:
+            raise self._impl.failure(f"attend: gave {out.dtype} {tuple(out.shape)} for {q.dtype} {tuple(q.shape)}")
+        return out
 
 
 def _default_backend() -> AttentionBackend:

@@ -21,15 +21,15 @@ import torch
 from ...kernels.torch_ops.limits import measure_limits
 from .. import sampler
 from ..config import Config
-from ..errors import ErrorInfo, TokenbusError, WorkerError
+from ..errors import ErrorInfo, PluginError, TokenbusError, WorkerError, plain_text
 from ..host import PluginHost
+from ..kv.sizing import free_memory
 from ..models.base import CausalModel, KVCache
-from ..plan import StepInput, StepResult, TokenLogprobs, WorkerRequest
+from ..plan import Kernels, StepInput, StepResult, TokenLogprobs, WorkerRequest
 from . import batch
-from .attention import KVLayout
+from .attention import AttentionBackend, KVLayout
 from .base import WorkerInfo
 from .batch import Run
-from .memory import free_bytes
 from .plugins import WorkerPlugins
 from .state import SampleRow, WorkerRequestState
 from .threads import available_cores
@@ -80,6 +80,8 @@ class ModelRunner:
         self._model: CausalModel | None = None
         self._layout: KVLayout | None = None
         self._kv: KVCache | None = None
+        self._told_attention: AttentionBackend | None = None
+        """The backend that the engine knows of."""
 
     # ---- start ------------------------------------------------------------------------------------------------------------------
 
@@ -94,6 +96,8 @@ class ModelRunner:
         self._model = model
         self._layout = layout = model.kv_layout(self.config.cache.block_size)
         lossless, reason = self._lossless(model, layout)
+        attention = self.plugins.attention(layout)
+        self._told_attention = attention if self.plugins.slot_error is None else None  # None: the first step tells
         probed = time.perf_counter()
         limits = measure_limits(layout.dtype)
         spec = model.spec
@@ -106,7 +110,7 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             weights_bytes=spec.weights_bytes,
             kv_bytes_per_token=layout.bytes_per_token,
-            free_bytes=free_bytes(),
+            free_bytes=free_memory(),
             lossless=lossless,
             lossless_reason=reason,
             phases={
@@ -143,16 +147,20 @@ class ModelRunner:
     # ---- a step -----------------------------------------------------------------------------------------------------------------
 
     def run(self, order: StepInput) -> StepResult:
-        """Run one step. Raises WorkerError when it fails as a whole; a request that fails alone is in `errors` of the result."""
+        """Run one step. Raises WorkerError when it fails as a whole, PluginError when a plugin's attention backend is to blame; a request
+        that fails alone is in `errors` of the result."""
         cpu = self._clock()
         try:
             with torch.inference_mode():
                 result = self._run(order)
         except WorkerError:
             raise
+        except PluginError:
+            log.exception("step_failed", step_id=order.step_id)
+            raise
         except Exception as error:
             log.exception("step_failed", step_id=order.step_id)
-            raise WorkerError(f"step {order.step_id} failed: {type(error).__name__}: {error}") from error
+            raise WorkerError(f"step {order.step_id} failed: {type(error).__name__}: {plain_text(error)}") from error
         result.phases["cpu"] = self._clock() - cpu
         return result
 
@@ -166,7 +174,7 @@ class ModelRunner:
         runs = self._runs(order, result)
         if not runs:
             return result
-        attention = self.plugins.attention(layout)
+        attention = self._attention(model, layout, result)
         forward = batch.build(runs, layout)
         forward.attention.prepared = attention.prepare(forward.attention)
         prepared = time.perf_counter()
@@ -189,6 +197,7 @@ class ModelRunner:
             logits = self._head(hidden[[starts[i + 1] - 1 for i in some]])
             in_head += time.perf_counter() - head_started
             self._sample(logits, [runs[i].request for i in some], result)
+        self._told_attention = attention
         result.phases = {
             "prepare": prepared - started,
             "forward": ran - prepared,
@@ -198,6 +207,16 @@ class ModelRunner:
         if prompt_rows:
             result.phases["prompt_logprobs"] = prompted - ran
         return result
+
+    def _attention(self, model: CausalModel, layout: KVLayout, result: StepResult) -> AttentionBackend:
+        """The backend for this step; the result says so when it is another one than before."""
+        attention = self.plugins.attention(layout)
+        if attention is not self._told_attention:
+            lossless, reason = self._lossless(model, layout)
+            error = self.plugins.slot_error
+            told = None if error is None else error.to_wire()
+            result.kernels = Kernels(attention=attention.name, lossless=lossless, reason=reason, error=told)
+        return attention
 
     def _apply(self, order: StepInput, result: StepResult) -> None:
         for request_id in order.dropped:

@@ -21,6 +21,9 @@ RunnerFactory = Callable[[Config, tuple[str, ...]], "ModelRunner"]
 def make_runner(config: Config, features: tuple[str, ...], clock: Callable[[], float] = time.thread_time) -> ModelRunner:
     """A runner with plugin instances of its own. Imports torch: call it on the thread that will run it."""
     from ..host import make_host
+    from .threads import calm_openmp
+
+    calm_openmp()
     from .runner import ModelRunner
 
     return ModelRunner(config, features, make_host("worker", config), clock=clock)

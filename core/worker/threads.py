@@ -7,6 +7,9 @@ import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+SPINS = "1000"
+"""How often an OpenMP thread looks before it sleeps. Measured on two cores, demo model, 8 streams: with the default a step takes over
+10 times as long as soon as one other process wants a core; with 1000 about 2 times, and alone 1.4 times what endless spinning takes."""
 
 
 def available_cores() -> int:
@@ -14,6 +17,12 @@ def available_cores() -> int:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cgroup_quota(CGROUP, own_cgroups())
     return max(1, affinity if quota is None else min(affinity, math.ceil(quota)))
+
+
+def calm_openmp() -> None:
+    """Before torch is imported: let its threads sleep when there is nothing to do for long, unless the user decided otherwise."""
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = SPINS
 
 
 def own_cgroups() -> dict[str, str]:

@@ -12,7 +12,8 @@ Each step runs at most an allowance of prompt tokens, all prompts together.
 Who gets it: shares
 -------------------
 Prompts are asked oldest first. From the allowance that is left, a prompt leaves as much as the prompts with fewer tokens to go still need,
-so the shortest is done first; but the oldest always gets a quarter of the allowance, so a long prompt advances whatever comes after it.
+so the shortest is done first; but the oldest always gets a quarter of the allowance, so a long prompt advances whatever comes after it,
+and the head of the waiting line gets at least one token, so that those behind it, for whom room is kept, can be asked at all.
 A prompt is counted when it was queued since the last step or was asked about in it: others can't run now and nothing is kept for them.
 """
 
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 
 from ...core.plugin import Plugin, PluginInfo, hookimpl
+from ...core.request import Status
 
 if TYPE_CHECKING:
     from typing import Any
@@ -96,7 +98,8 @@ class ChunkedPrefill(Plugin):
 
     @hookimpl
     def request_added(self, request: Request) -> None:
-        self._asked[request.request_id] = request.remaining
+        if request.status is Status.WAITING or request.remaining > 1:
+            self._asked[request.request_id] = request.remaining
 
     @hookimpl
     def request_removed(self, request: Request) -> None:
@@ -112,6 +115,8 @@ class ChunkedPrefill(Plugin):
         left = self._allowance - self._used
         reserved = sum(self._unasked[: bisect_left(self._unasked, remaining)]) if left > 0 else 0
         least = -(-self._allowance // OLDEST_SHARE) if oldest else 0
+        if left > 0 and request.status is Status.WAITING:
+            least = max(least, 1)  # it joins, or everybody behind it would wait with it
         grant = min(wanted, max(left - reserved, least, 0))
         self._used += grant
         if grant < remaining:

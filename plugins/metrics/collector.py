@@ -10,7 +10,15 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from ...core.front.events import EngineDied, EngineStarted, FeatureChange, LoopLag, RequestAdmitted, RequestRecord, RequestRefused
+from ...core.front.events import (
+    EngineDied,
+    EngineStarted,
+    FeatureChange,
+    LoopLag,
+    RequestAdmitted,
+    RequestRecord,
+    RequestRefused,
+)
 from ...core.messages import StepReport
 
 if TYPE_CHECKING:
@@ -189,6 +197,9 @@ class Collector:
     def _on_lag(self, lag: LoopLag) -> None:
         self.lag.labels(lag.process).observe(lag.seconds)
         self._count_cpu(lag.process, lag.cpu_seconds)
+        if lag.process == "engine":
+            self._idle.look(time.time(), computing=lag.step_age > 0)
+            self.idle_alarm.set(self._idle.alarm)
 
     def _on_started(self, started: EngineStarted) -> None:
         self.restarts.set(started.restarts)
@@ -234,14 +245,21 @@ class IdleAlarm:
             self._gaps.append((started, idle))
         self._ended = started + duration
         self._busy = busy
-        horizon = self._ended - self.window
-        while self._gaps and self._gaps[0][0] < horizon:
-            self._gaps.popleft()
-        alarm = sum(gap for _, gap in self._gaps) > self.fraction * self.window
-        if alarm and not self.alarm:
-            log.warning("queue_busy_device_idle", window_seconds=self.window, fraction=self.fraction, at=time.time())
-        self.alarm = alarm
+        self._judge(self._ended, 0.0)
         return idle
+
+    def look(self, now: float, *, computing: bool) -> None:
+        """Between steps, about every second: a gap that has not ended counts too, and old gaps leave the window."""
+        open_gap = 0.0 if computing or not self._busy or self._ended is None else max(0.0, now - self._ended)
+        self._judge(now, open_gap)
+
+    def _judge(self, now: float, open_gap: float) -> None:
+        while self._gaps and self._gaps[0][0] < now - self.window:
+            self._gaps.popleft()
+        alarm = sum(gap for _, gap in self._gaps) + open_gap > self.fraction * self.window
+        if alarm and not self.alarm:
+            log.warning("queue_busy_device_idle", window_seconds=self.window, fraction=self.fraction)
+        self.alarm = alarm
 
     def forget(self) -> None:
         """The engine died: the gap until the next one's first step is not idleness."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.contexts import AdmissionContext
-from ...core.errors import FieldError
+from ...core.errors import FieldError, shorten
 from ...core.plugin import Plugin, PluginInfo, StashKey, hookimpl
 from . import checks
 
@@ -80,9 +80,7 @@ class Bias(Plugin):
             checked["allowed_token_ids"] = checks.token_ids(
                 "allowed_token_ids", fields["allowed_token_ids"], limit, request.vocab_size
             )
-        banned = {word[0] for word in checked.get("bad_words", ()) if len(word) == 1}
-        allowed = checked.get("allowed_token_ids", range(request.vocab_size))
-        if len(banned) >= len(allowed) and banned.issuperset(allowed):
+        if not checks.leaves_something(checked, request.vocab_size):
             raise FieldError("allowed_token_ids" if "allowed_token_ids" in checked else "bad_words", "every token is banned")
         return checked
 
@@ -124,11 +122,13 @@ def _as_id(key: Any) -> Any:
 
 def _bad_words(value: Any, request: AdmissionContext) -> list[list[int]]:
     words = checks.sequence("bad_words", value, request.limits.max_bad_words)
+    if (chars := sum(len(word) for word in words if isinstance(word, str))) > request.limits.max_bad_words_chars:
+        raise FieldError("bad_words", f"{chars} characters in all; at most {request.limits.max_bad_words_chars} are allowed")
     sequences: dict[tuple[int, ...], None] = {}
     for item in words:
         word = checks.text("bad_words", item, request.limits.max_stop_chars)
         forms = [tuple(request.tokenize(form)) for form in (word, " " + word)]
         if not forms[0]:
-            raise FieldError("bad_words", f"{word!r} has no tokens")
+            raise FieldError("bad_words", f"{shorten(word)!r} has no tokens")
         sequences.update(dict.fromkeys(forms))
     return [list(ids) for ids in sequences if ids]

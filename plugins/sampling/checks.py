@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ...core.errors import FieldError
+from ...core.errors import FieldError, shorten
 
 
-def number(field: str, value: Any, low: float, high: float, *, above: bool = False) -> float:
-    """A finite number in [low, high], or in (low, high] with `above`. Booleans are not numbers."""
+def number(field: str, value: Any, low: float, high: float) -> float:
+    """A finite number in [low, high]. Booleans are not numbers."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise FieldError(field, f"must be a number, got {_kind(value)}")
-    inside = low < value <= high if above else low <= value <= high
-    if not inside or not math.isfinite(value):
-        bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
-        raise FieldError(field, f"must be {bounds}, got {value}")
+    if not low <= value <= high:  # NaN is not inside either
+        raise FieldError(field, f"must be between {low:g} and {high:g}, got {shorten(value)}")
     return float(value)
 
 
@@ -25,9 +22,9 @@ def integer(field: str, value: Any, low: int, high: int | None = None, *, what: 
     if isinstance(value, bool) or not isinstance(value, int):
         raise FieldError(field, f"must be an integer, got {_kind(value)}")
     if value < low:
-        raise FieldError(field, f"must be {low} or more, got {value}")
+        raise FieldError(field, f"must be {low} or more, got {shorten(value)}")
     if high is not None and value > high:
-        raise FieldError(field, f"must be at most {high}{what and f' ({what})'}, got {value}")
+        raise FieldError(field, f"must be at most {high}{what and f' ({what})'}, got {shorten(value)}")
     return value
 
 
@@ -50,7 +47,7 @@ def token_id(field: str, value: Any, vocab_size: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise FieldError(field, f"token ids must be integers, got {_kind(value)}")
     if not 0 <= value < vocab_size:
-        raise FieldError(field, f"token id {value} is outside the vocabulary of {vocab_size}")
+        raise FieldError(field, f"token id {shorten(value)} is outside the vocabulary of {vocab_size}")
     return value
 
 
@@ -67,7 +64,18 @@ def text(field: str, value: Any, max_chars: int) -> str:
         raise FieldError(field, "must not hold an empty string")
     if len(value) > max_chars:
         raise FieldError(field, f"a string has {len(value)} characters, the limit is {max_chars}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise FieldError(field, "a string has half of a surrogate pair in it, which is no character") from None
     return value
+
+
+def leaves_something(fields: Mapping[str, Any], vocab_size: int, banned: Collection[int] = ()) -> bool:
+    """Whether allowed_token_ids and bad_words of one id, as handed on, and `banned` leave any token at all."""
+    gone = {word[0] for word in fields.get("bad_words", ()) if len(word) == 1}.union(banned)
+    allowed = fields.get("allowed_token_ids", range(vocab_size))
+    return len(gone) < len(allowed) or not gone.issuperset(allowed)
 
 
 def _kind(value: Any) -> str:

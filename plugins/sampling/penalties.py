@@ -44,11 +44,14 @@ class TokenCounts:
         self.length = max(self.length, len(tokens))
 
 
+LEAST_REPETITION = 0.01
+"""With much less a logit leaves float32's range."""
+
 STATE = StashKey[TokenCounts]("sampling.penalties")
 
 
 class Penalties(Plugin):
-    """repetition_penalty r: positive logits of tokens in prompt or output are divided by r, negative ones multiplied
+    """repetition_penalty r, 0.01 to 100: positive logits of tokens in prompt or output are divided by r, negative ones multiplied
     (Keskar et al. 2019). Then, for tokens of the output: logit -= presence_penalty + count * frequency_penalty.
 
     Runs before logit_bias. Its state is rebuilt from the tokens after a preemption.
@@ -67,7 +70,7 @@ class Penalties(Plugin):
     def check_fields(self, fields: dict[str, Any], request: AdmissionContext) -> dict[str, Any]:
         checked: dict[str, Any] = {}
         if "repetition_penalty" in fields:
-            value = checks.number("repetition_penalty", fields["repetition_penalty"], 0, 100, above=True)
+            value = checks.number("repetition_penalty", fields["repetition_penalty"], LEAST_REPETITION, 100)
             if value != 1:
                 checked["repetition_penalty"] = value
         for name in ("presence_penalty", "frequency_penalty"):

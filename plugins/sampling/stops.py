@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...core.contexts import AdmissionContext, OutputContext
+from ...core.errors import FieldError
 from ...core.plugin import Plugin, PluginInfo, hookimpl
 from ...core.request import StopRule
 from . import checks
@@ -54,6 +55,11 @@ class Stops(Plugin):
             count = checks.integer("min_tokens", fields["min_tokens"], 0, request.max_tokens, what="the request's max_tokens")
             if count:
                 ends = end_ids(checked, request.eos_token_ids)
+                if not checks.leaves_something(request.fields, request.vocab_size, ends):
+                    asked = next(
+                        (name for name in ("allowed_token_ids", "bad_words") if name in request.fields), "stop_token_ids"
+                    )
+                    raise FieldError(asked, "with min_tokens every token is banned: those that are left end the answer")
                 checked["min_tokens"] = {"count": count, "banned": sorted(ends)}
         return checked
 

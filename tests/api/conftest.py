@@ -16,6 +16,7 @@ from aiohttp import web
 
 from tokenbus.core.api.app import Routes, make_app
 from tokenbus.core.api.auth import Gate
+from tokenbus.core.api.connection import make_runner
 from tokenbus.core.api.misc import add_routes
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import from_mapping
@@ -189,7 +190,7 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
         routes = Routes(service)
         add_routes(routes)
         app = make_app(service, routes, Gate(config.server))
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        runner = make_runner(app, 0.1)
         async with anyio.create_task_group() as tasks:
             await tasks.start(engine.run)
             await runner.setup()

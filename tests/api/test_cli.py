@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -117,3 +118,42 @@ def test_help_tells_every_flag(command, capsys):
     assert "--enable" in shown or command == "plan-memory"
     if command == "serve":
         assert "Tokens a step runs at most" in shown
+
+
+def test_settings_that_python_can_not_read(tmp_path):
+    assert config("--plugin-setting", "p.size=" + "9" * 5000).plugins == {"p": {"size": "9" * 5000}}
+    path = tmp_path / "tokenbus.toml"
+    for text in ("[server]\nport = " + "9" * 5000, "x = " + "[" * 5000):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"tokenbus\.toml"):
+            config("--config", str(path))
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"tokenbus\.toml"):
+        config("--config", str(path))
+
+
+def test_output_that_can_not_be_written_is_one_line(monkeypatch, capsys):
+    from tokenbus.core.commands import plugins
+
+    for error, words in (
+        (UnicodeEncodeError("ascii", "\u00e9", 0, 1, "ordinal not in range"), "can't be written as ascii"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "byte 0xff invalid start byte"),
+        (OSError(28, "No space left on device"), "No space left"),
+    ):
+
+        def fail(*_: object, error: Exception = error) -> int:
+            raise error
+
+        monkeypatch.setattr(plugins, "run", fail)
+        assert cli.main(["plugins"]) == 1
+        shown = capsys.readouterr().err
+        assert shown.startswith("tokenbus: ")
+        assert words in shown
+        assert shown.count("\n") == 1
+
+
+def test_the_settings_page_tells_of_sections_not_of_their_base_class():
+    page = (Path(settings_cli.__file__).parents[1] / "docs" / "reference" / "settings.md").read_text()
+    assert "base class" not in page
+    assert "Bounds on one API request" in page
+    assert len(page.splitlines()) < 200

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 
+import aiohttp
 import anyio
 import pytest
 import structlog
@@ -49,7 +50,7 @@ async def test_errors_are_json_in_openais_form(api):
         ({"stream": True, "stream_options": {"nope": True}}, "stream_options.nope"),
         ({"timeout": 0}, "timeout"),
         ({"tokenbus": {"nope": 1}}, "tokenbus.nope"),
-        ({"tokenbus": {"features": {"prefix_cache": "no"}}}, "tokenbus.features[...]"),
+        ({"tokenbus": {"features": {"prefix_cache": "no"}}}, "tokenbus.features.prefix_cache"),
         ({"echo": "yes"}, "echo"),
     ],
 )
@@ -204,6 +205,22 @@ async def test_a_slow_reader_holds_up_nobody(api):
     await api.until(lambda: not api.engine.open)
     writer.transport.abort()
     await api.check_well()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_write_that_finds_the_client_gone_is_a_cancellation(api, monkeypatch, n):
+    """Whoever notices first: here the write does, not the connection."""
+
+    async def gone(self, data):
+        raise ConnectionResetError("the client is gone")
+
+    monkeypatch.setattr("tokenbus.core.api.sse.EventStream._write", gone)
+    api.engine.hold_after = 1  # nothing has finished
+    with structlog.testing.capture_logs() as lines, pytest.raises(aiohttp.ClientError):
+        await api.stream_completion("abc", n=n)
+    await api.until(lambda: len(api.records) == n)
+    assert {record.finish_reason for record in api.records} == {"cancelled"}
+    assert [line["event"] for line in lines] == ["request_finished"]
 
 
 # ---- switches -------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -119,3 +121,90 @@ async def test_c61_nothing_grows_with_requests_served(api):
 
     warm = await serve_some(150)
     assert await serve_some(500) < warm + 100
+
+
+# ---- nonsense -------------------------------------------------------------------------------------------------------------------
+
+
+class Odd(Plugin):
+    """Answers in Python's terms what the field says."""
+
+    info = PluginInfo(name="odd", summary="", scope="request", lossless=False, claims={"odd"})
+    asked_for_routes: list[str] = []
+    routes: Any = ()
+
+    @hookimpl
+    def check_fields(self, fields, request):
+        return {"set": {"odd": {1}}, "list": [1], "foreign": {"shout": {}}}.get(fields["odd"])
+
+    @hookimpl
+    def text_filter(self, request):
+        feeds = {
+            "text only": lambda text, final: text,
+            "bytes": lambda text, final: (b"x", None),
+            "reason": lambda text, final: ("", 5),
+        }
+        asked = request.fields["odd"]
+        return "no filter" if asked == "filter" else SimpleNamespace(feed=feeds[asked])
+
+    @hookimpl
+    def http_routes(self):
+        self.asked_for_routes.append(self.info.name)
+        return self.routes
+
+
+class OtherOdd(Odd):
+    info = PluginInfo(name="odd.other", summary="", scope="request", lossless=False, claims={"other"})
+
+
+@pytest.fixture
+async def odd_api(serve, monkeypatch):
+    monkeypatch.setattr(Odd, "asked_for_routes", [])
+    async with serve() as harness:
+        host = harness.engine.host
+        for cls in (Odd, OtherOdd):
+            host.add(cls)
+        harness.engine.switches = host.change_switches(harness.engine.switches, {"odd": True})
+        host.load({"odd", "odd.other"})
+        yield harness
+        await harness.check_well()
+
+
+@pytest.mark.parametrize(
+    ("field", "hook"),
+    [
+        ("set", "check_fields"),
+        ("list", "check_fields"),
+        ("foreign", "check_fields"),
+        ("filter", "text_filter"),
+        ("text only", "text_filter"),
+        ("bytes", "text_filter"),
+        ("reason", "text_filter"),
+    ],
+)
+async def test_a_nonsensical_answer_ends_its_request_only(odd_api, field, hook):
+    failed = await odd_api.complete("abc", odd=field)
+    assert (failed.status, failed.error["plugin"], failed.error["hook"]) == (500, "odd", hook)
+    assert (await odd_api.complete("abc")).text == "abc"
+
+
+async def test_routes_are_asked_for_once_while_the_plugin_is_on(odd_api):
+    odd_api.engine.host.loaded["odd"].routes = [Route("GET", "/odd", lambda request: None)]
+    for _ in range(3):
+        assert (await odd_api.call("POST", "/odd")).status == 405
+    await odd_api.call("POST", "/v1/tokenbus/features", {"features": {"odd.other": True}})
+    assert (await odd_api.call("POST", "/odd")).status == 405
+    assert Odd.asked_for_routes == ["odd", "odd.other"]
+    await odd_api.call("POST", "/v1/tokenbus/features", {"features": {"odd": False}})
+    assert (await odd_api.call("POST", "/odd")).status == 404
+    await odd_api.call("POST", "/v1/tokenbus/features", {"features": {"odd": True}})
+    assert (await odd_api.call("POST", "/odd")).status == 405
+    assert Odd.asked_for_routes == ["odd", "odd.other", "odd"]
+
+
+@pytest.mark.parametrize("routes", [5, ["/x"], [Route("GET", "/odd", None)]])
+async def test_nonsensical_routes_are_none(odd_api, routes):
+    odd_api.engine.host.loaded["odd"].routes = routes
+    for _ in range(2):
+        assert (await odd_api.call("GET", "/odd")).status == 404
+    assert Odd.asked_for_routes == ["odd"]

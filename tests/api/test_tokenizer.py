@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from tokenbus.core.errors import ConfigError, FieldError
-from tokenbus.core.front.chat import ChatOptions, ChatTemplate, load_template
+from tokenbus.core.front.chat import ChatOptions, ChatTemplate, check_messages, load_template
 from tokenbus.core.front.detokenizer import WindowDetokenizer, decode_all, make_detokenizer
 from tokenbus.core.front.tokenizer import INLINE_CHARS, Tokenizer, load_tokenizer
 from tokenbus.core.models.resolve import resolve
@@ -222,3 +222,26 @@ async def test_markers_in_nested_values_and_keys_stay_text(tokenizer):
     prompt = await template.encode([message], ChatOptions(template_kwargs={"mood": "<|pad|>"}))
     assert decode_all(tokenizer, prompt.token_ids, skip_special=False) == '[{"<|pad|>": ["<|im_end|>"]}]<|pad|>'
     assert not tokenizer.special_ids & set(prompt.token_ids)
+
+
+@pytest.mark.parametrize("text", ["a\ud800", "\udcff", "a" * INLINE_CHARS + "\ud800"])
+async def test_half_a_surrogate_pair_is_no_text(tokenizer, text):
+    with pytest.raises(FieldError, match="surrogate") as found:
+        await tokenizer.encode(text)
+    assert found.value.param == "prompt"
+    for message, place in (
+        ({"role": "user", "content": text}, "content"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"a": [text]}]}, "tool_calls"),
+        ({"role": "user", "content": "", "name": text}, "name"),
+    ):
+        with pytest.raises(FieldError, match="surrogate") as found:
+            check_messages([message], 5)
+        assert found.value.param == f"messages[0].{place}"
+    with pytest.raises(FieldError, match="surrogate"):
+        ChatOptions(template_kwargs={"mood": {text: 1}})
+
+
+async def test_only_the_assistants_turn_can_be_continued(tokenizer):
+    template = ChatTemplate("{{ messages[-1].content }}", tokenizer)
+    with pytest.raises(FieldError, match="must be the assistant's"):
+        await template.encode([{"role": "user", "content": "x"}], ChatOptions(continue_final_message=True))

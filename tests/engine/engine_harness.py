@@ -80,7 +80,7 @@ class Harness:
         await self.until(lambda: self.finished.keys() >= set(request_ids))
 
     async def call(self, make: Callable[[int], FrontMessage]) -> Any:
-        """The value of the reply; raises its error."""
+        """The value of the reply, or the switches it tells; raises its error."""
         self._calls += 1
         await self.channel.send(make(self._calls))
         reply: list[Reply] = []
@@ -90,14 +90,13 @@ class Harness:
                 reply.append(message)
         if reply[0].error is not None:
             raise from_wire(reply[0].error)
-        return reply[0].value
+        return reply[0].value if reply[0].switches is None else reply[0].switches
 
     async def query(self, what: str, **args: Any) -> Any:
         return await self.call(lambda call_id: Query(call_id, what, args))
 
     async def switch(self, **changes: bool) -> frozenset[str]:
-        value = await self.call(lambda call_id: SetFeatures(call_id, changes))
-        return frozenset(value["on"])
+        return (await self.call(lambda call_id: SetFeatures(call_id, changes))).on
 
 
 @asynccontextmanager

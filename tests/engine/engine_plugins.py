@@ -60,3 +60,17 @@ class Limit(Noted):
     @hookimpl
     def step_finished(self) -> Any:
         raise ValueError("no limit")
+
+
+class Kernel(Noted):
+    info: ClassVar[PluginInfo] = PluginInfo(name="kernel", summary="a test's", scope="step", lossless=True, slot="attention")
+
+
+class Unplain(Noted):
+    """Its fields can't travel: "made" is the plugin's own doing, anything else is left to the client."""
+
+    info: ClassVar[PluginInfo] = PluginInfo(name="unplain", summary="a test's", scope="step", lossless=True, claims={"odd"})
+
+    @hookimpl
+    def check_fields(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return {"odd": object()} if fields["odd"] == "made" else fields

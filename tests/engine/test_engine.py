@@ -68,24 +68,26 @@ async def test_wrong_questions_are_answered_with_an_error():
         assert await e.query("integrity") == {"ok": True, "problem": ""}
 
 
-async def test_the_engine_receives_while_a_step_computes_and_applies_between_steps():
+async def test_requests_join_the_line_while_a_step_computes_and_changes_wait_for_its_end():
     gate = Gate()
     async with engine(worker=FakeWorker(before=gate)) as e:
         await e.add(request("a", max_tokens=100))
         await gate.entered.wait()
         await e.add(request("b", max_tokens=100))
         await e.channel.send(Cancel(["a"]))
+        await e.add(request("c", max_tokens=100))
         await e.arrived(2)
-        assert list(e.core.scheduler.requests) == ["a"]  # nothing changes under a step
+        assert list(e.core.scheduler.requests) == ["a", "b"]  # the cancel waits, and what came after it
+        assert e.core.scheduler.num_waiting == 1
         await gate.step()
         await gate.entered.wait()
-        assert e.worker.orders[1].num_tokens == {"b": 3}
+        assert e.worker.orders[1].num_tokens == {"b": 3, "c": 3}
         assert e.worker.orders[1].dropped == ["a"]
-        await e.channel.send(Cancel(["b"]))
+        await e.channel.send(Cancel(["b", "c"]))
         await e.arrived(1)
         await gate.step()
-        await e.until_finished("a", "b")
-        assert [e.finished[r].reason for r in "ab"] == ["cancelled", "cancelled"]
+        await e.until_finished("a", "b", "c")
+        assert [e.finished[r].reason for r in "abc"] == ["cancelled"] * 3
         assert len(e.worker.orders) == 2
 
 

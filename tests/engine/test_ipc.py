@@ -10,6 +10,7 @@ import anyio.lowlevel
 import pytest
 
 from tokenbus.core.config import Config
+from tokenbus.core.host import Switches
 from tokenbus.core.ipc import MAGIC, Channel, WireError, open_channel
 from tokenbus.core.messages import (
     PROTOCOL_VERSION,
@@ -69,7 +70,11 @@ async def test_messages_arrive_as_they_were_sent():
         finished={"r1": Finish(reason="stop", stop_token=2)},
     )
     async with pair() as (front, engine):
-        for message in (Hello(PROTOCOL_VERSION, Config(), ("x",)), Add([request]), Cancel(["r1"], "stop")):
+        for message in (
+            Hello(PROTOCOL_VERSION, Config(), Switches(frozenset({"x"}), {"y": "why"})),
+            Add([request]),
+            Cancel(["r1"], "stop"),
+        ):
             await front.send(message)
             assert await engine.receive() == message
         for message in (output, Heartbeat(1, 0.5, 0.0), Reply(7, {"ok": True})):

@@ -19,6 +19,7 @@ from engine_fakes import BLOCK_LOOP, HANG
 from engine_harness import request
 from test_client import COMMAND, settings
 
+from tokenbus.core.host import Switches
 from tokenbus.core.ipc import Channel, open_channel
 from tokenbus.core.messages import PROTOCOL_VERSION, Add, EngineMessage, Heartbeat, Hello, Ready, StepOutput
 
@@ -58,7 +59,7 @@ async def until_ready(channel: Channel) -> None:
 @pytest.mark.parametrize("doing", ["nothing", "loading", "decoding", "computing", "blocked"])
 async def test_the_engine_ends_when_its_front_is_gone(doing: str):
     async with spawned() as (process, channel):
-        await channel.send(Hello(PROTOCOL_VERSION, settings("stuck" if doing == "loading" else "fake"), ()))
+        await channel.send(Hello(PROTOCOL_VERSION, settings("stuck" if doing == "loading" else "fake"), Switches(frozenset())))
         if doing == "loading":
             while (beat := await receive(channel)).phase != "model":
                 assert isinstance(beat, Heartbeat)
@@ -85,7 +86,7 @@ async def test_the_engine_ends_when_its_front_is_gone(doing: str):
 
 async def test_signals_are_the_fronts_to_give():
     async with spawned() as (process, channel):
-        await channel.send(Hello(PROTOCOL_VERSION, settings(), ()))
+        await channel.send(Hello(PROTOCOL_VERSION, settings(), Switches(frozenset())))
         await until_ready(channel)
         os.kill(process.pid, signal.SIGINT)
         os.kill(process.pid, signal.SIGTERM)

@@ -157,6 +157,28 @@ def test_the_alarm_rises_when_work_waits_between_steps_and_falls_again():
     assert not alarm.alarm
 
 
+def test_the_alarm_rises_without_any_step_and_falls_when_nothing_comes():
+    alarm = IdleAlarm(fraction=0.2, window=10.0)
+    alarm.step(0.0, 1.0, busy=True)
+    alarm.look(2.0, computing=False)
+    assert not alarm.alarm
+    alarm.look(3.5, computing=True)
+    assert not alarm.alarm, "a long step is not idleness"
+    alarm.look(3.5, computing=False)
+    assert alarm.alarm, "work waits and no step comes"
+    alarm.step(4.0, 1.0, busy=False)
+    assert alarm.alarm
+    alarm.look(20.0, computing=False)
+    assert not alarm.alarm
+
+
+def test_the_engines_heartbeat_lets_the_alarm_look(collector):
+    tell(collector, step(started=1.0, duration=1.0, running=2), LoopLag("engine", 0.0, 1.0, 0.0))
+    assert value(collector, "alarm_queue_busy_device_idle") == 1
+    tell(collector, step(started=1.0, duration=1.0, running=0, waiting=0), LoopLag("engine", 0.0, 1.0, 0.0))
+    assert value(collector, "alarm_queue_busy_device_idle") == 0
+
+
 def test_off_means_no_listener_and_no_route_answers(collector):
     plugin = Metrics(MetricsSettings(), "front")
     bus = Bus()

@@ -70,7 +70,7 @@ class Kit:
             impl(logits=changed, rows=[row])
         return changed[0].numpy()
 
-    def check(self, name: str, fields: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    def check(self, name: str, fields: dict[str, Any], /, **changes: Any) -> dict[str, Any]:
         (impl,) = self.host.table(frozenset({name})).check_fields
         return impl(fields=fields, request=context(**changes))
 

@@ -91,3 +91,10 @@ def test_limit_on_entries():
         Kit().check("sampling.bias", {"logit_bias": entries}, limits=limits)
     entries.popitem()
     assert len(Kit().check("sampling.bias", {"logit_bias": entries}, limits=limits)["logit_bias"]) == 3
+
+
+def test_bad_words_are_bounded_together():
+    limits = LimitsConfig(max_bad_words_chars=10)
+    with pytest.raises(FieldError, match="11 characters in all; at most 10"):
+        Kit().check("sampling.bias", {"bad_words": ["abcdef", "ghijk"]}, limits=limits)
+    assert Kit().check("sampling.bias", {"bad_words": ["abcde", "ghijk"]}, limits=limits)["bad_words"]

@@ -72,3 +72,20 @@ def test_bad_fields(name, value):
 def test_limits_are_inclusive():
     fields = {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 100}
     assert Kit().check("sampling.penalties", fields) == {k: float(v) for k, v in fields.items()}
+
+
+@pytest.mark.parametrize("value", [0, 1e-40, 0.0099, 101, float("nan"), float("inf"), 10**4000])
+def test_repetition_penalties_that_would_leave_float32(value):
+    with pytest.raises(FieldError, match=r"between 0\.01 and 100") as found:
+        Kit().check("sampling.penalties", {"repetition_penalty": value})
+    assert len(found.value.message) < 300
+
+
+def test_an_overflow_is_not_blamed_on_masks():
+    kit = Kit()
+    row = kit.row([1, 2], repetition_penalty=1e-40)  # admission would refuse it
+    with np.errstate(over="ignore"):
+        outcome = kit.sample(np.full((1, VOCAB), 3.0, np.float32), [row])
+    (error,) = outcome.errors.values()
+    assert "penalties and biases made a logit that is inf" in error.message
+    assert "masks" not in error.message

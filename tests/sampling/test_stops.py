@@ -143,3 +143,21 @@ def test_bad_fields(name, value):
     with pytest.raises(FieldError) as caught:
         checked(**{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "others", "param"),
+    [
+        ({"min_tokens": 1}, {"allowed_token_ids": [0, 1]}, "allowed_token_ids"),
+        ({"min_tokens": 1, "stop_token_ids": [7]}, {"allowed_token_ids": [0, 7]}, "allowed_token_ids"),
+        ({"min_tokens": 1}, {"allowed_token_ids": [0, 9], "bad_words": [[9]]}, "allowed_token_ids"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(100))}, {"bad_words": [[i] for i in range(100, 1000)]}, "bad_words"),
+    ],
+)
+def test_min_tokens_that_can_not_be_reached(fields, others, param):
+    """Decidable at admission: other plugins' fields are there as they were handed on."""
+    with pytest.raises(FieldError, match="every token is banned") as found:
+        Kit().check("sampling.stops", fields, fields=fields | others)
+    assert found.value.param == param
+    one_left = {"min_tokens": 1, "ignore_eos": True}
+    assert Kit().check("sampling.stops", one_left, fields={"allowed_token_ids": [0, 1]})["min_tokens"]["banned"] == []

@@ -74,6 +74,26 @@ def test_among_long_prompts_the_shorter_remainder_is_served_first(harness) -> No
     assert h.first_token_at["r"] < h.first_token_at["q"] < h.first_token_at["p"]
 
 
+@pytest.mark.parametrize("num_long", [1, 2, 3])
+@pytest.mark.parametrize("size", [20, 50])
+def test_no_room_is_wasted_and_nobody_starves_while_short_prompts_keep_coming(harness, num_long: int, size: int) -> None:
+    """A long prompt at the head of the line must not keep the room from the shorter ones behind it, for whom it is kept."""
+    h = harness(num_blocks=4000, block_size=16, on=("chunked_prefill",), settings=FIXED, token_budget=2048, max_running=64)
+    h.add("s", 10, max_tokens=400)
+    h.step()
+    for number in range(num_long):
+        h.add(f"long{number}", 3900, max_tokens=1)
+    used = []
+    for step in range(80):
+        h.add(f"x{step}", size, max_tokens=1)
+        used.append(h.step().num_prompt_tokens)
+    assert min(used[2:]) == 64, "the whole allowance is used while prompts have work"
+    waits = [h.first_token_at[f"x{step}"] - step for step in range(60) if f"x{step}" in h.first_token_at]
+    assert len(waits) >= 0.8 * 60 * min(1.0, 48 / size)
+    h.run()
+    assert all(f"long{number}" in h.first_token_at for number in range(num_long))
+
+
 def test_a_lone_prompt_gets_the_whole_allowance_also_while_others_cannot_run(harness) -> None:
     h = harness(num_blocks=800, block_size=16, on=("chunked_prefill",), settings=FIXED, token_budget=2048, max_running=2)
     h.add("s", 10, max_tokens=100)
@@ -130,6 +150,18 @@ def test_adaptive_steps_stay_near_three_times_a_decode_step(harness) -> None:
         times.append(step())
     assert max(times[10:]) <= 1.1 * 0.060
     assert sum(times) / len(times) > 0.7 * 0.060, "and use what they may"
+    h.run()
+
+
+def test_switched_on_live_it_keeps_no_room_for_requests_that_decode(harness) -> None:
+    h = harness(num_blocks=400, block_size=16, on=("chunked_prefill",), settings=FIXED, token_budget=2048)
+    plugin = h.plugin("chunked_prefill")
+    h.add("a", 20, max_tokens=50)
+    h.step()
+    request = h.scheduler.requests["a"]
+    plugin._asked.clear()
+    plugin.request_added(request)
+    assert plugin._asked == {}
     h.run()
 
 

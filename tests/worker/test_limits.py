@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.core.worker.memory import cgroup_free, free_bytes
-from tokenbus.core.worker.threads import ancestors, available_cores, cgroup_quota
+from tokenbus.core.worker.threads import SPINS, ancestors, available_cores, calm_openmp, cgroup_quota
 
 
 def write(folder: Path, **files: str) -> None:
@@ -15,9 +14,21 @@ def write(folder: Path, **files: str) -> None:
         (folder / name.replace("__", ".")).write_text(text)
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, SPINS), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_openmp_threads_sleep_unless_the_user_says_otherwise(monkeypatch, given, spins):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    calm_openmp()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+
+
 def test_this_machine():
     assert 1 <= available_cores() <= len(os.sched_getaffinity(0))
-    assert free_bytes() > 0
 
 
 def test_ancestors_include_the_root(tmp_path):
@@ -44,12 +55,3 @@ def test_quota_version_2(tmp_path, files, quota):
 def test_quota_version_1(tmp_path, value, quota):
     write(tmp_path / "cpu/x", cpu__cfs_quota_us=value, cpu__cfs_period_us="100000")
     assert cgroup_quota(tmp_path, {"cpu": "/x"}) == quota
-
-
-def test_memory_of_cgroups(tmp_path):
-    write(tmp_path / "a", memory__max="1000", memory__current="700", memory__stat="anon 600\ninactive_file 50\n")
-    write(tmp_path, memory__max="max", memory__current="5")
-    write(
-        tmp_path / "memory", memory__limit_in_bytes="900", memory__usage_in_bytes="100", memory__stat="total_inactive_file 20"
-    )
-    assert cgroup_free(tmp_path, {"": "/a"}) == [350, 820]
