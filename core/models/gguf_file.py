@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
-from .cache import cache_root, locked, publish
+from ...kernels.cache import cache_root, locked, publish
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...core.models.cache import cache_root, locked, publish
+from ..cache import cache_root, locked, publish
 from . import build
 
 DType = Literal["float32", "bfloat16"]
