@@ -35,6 +35,7 @@ ALL_ITS_REQUESTS = frozenset({"request_added", "match_prefix", "limit_chunk", "b
 """Per-request hooks that are called whether or not the request uses a claimed field."""
 
 
+KERNEL_SLOTS = ("attention", "quantization")
 MAX_TABLES = 1024
 """Cached hook tables; clients choose which fields they use, so the cache must not grow without bound."""
 
@@ -254,6 +255,10 @@ class PluginHost:
             if info.slot is not None and theirs.slot == info.slot:
                 return f"its slot {info.slot!r} is held by {other!r}"
         return None
+
+    def kernels(self, on: Iterable[str]) -> str:
+        """What decides the bits of K/V: the lossy holders of the slots "attention" and "quantization" ("": core's own kernels)."""
+        return " ".join(sorted(n for n in on if (info := self.info(n)).slot in KERNEL_SLOTS and not info.lossless))
 
     def holder(self, slot: str, on: Iterable[str]) -> str | None:
         """The plugin that is active in a slot; None: core's default."""

@@ -66,7 +66,7 @@ class Request:
 
     __slots__ = (
         "admitted", "arrival", "blocks", "cached_tokens", "capacity", "choice", "computed", "deadline", "features", "fields",
-        "finish", "hooks", "limit", "notes", "num_prompt", "pinned", "preemptions", "prompt_logits", "prompt_logprobs_sent",
+        "finish", "hooks", "kernels", "limit", "notes", "num_prompt", "pinned", "preemptions", "prompt_logits", "prompt_logprobs_sent",
         "request_id", "stash", "status", "stop_ids", "stop_min_len", "tokens", "worker_knows",
     )  # fmt: skip
 
@@ -88,6 +88,8 @@ class Request:
         self.pinned = admitted.pinned
         self.hooks = hooks
         """Hook implementations of its features, resolved."""
+        self.kernels = ""
+        """Plugins that hold the slots which decide K/V, bit by bit: K/V of one such set never serves a request of another."""
         self.arrival = admitted.arrival
         self.deadline = admitted.deadline
         self.choice = admitted.choice

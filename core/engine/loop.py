@@ -3,8 +3,8 @@
     socket ─> reader ─> mailbox ─> [ take in ─> schedule ─> publish plan ─> execute ─> update ─> publish result ─> send ] ─> socket
                                                                                └─ worker (thread or process)
 
-While a step computes, the heartbeat goes on beating and the reader goes on receiving: new requests join the line at once, everything else is
-applied between two steps.
+While a step computes, the heartbeat goes on beating and the reader goes on receiving: new requests join the line at once, everything
+else is applied between two steps.
 A full mailbox makes the reader stop reading, and so, in the end, the front wait.
 """
 

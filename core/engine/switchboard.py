@@ -51,6 +51,10 @@ class Switchboard:
         """Switch plugins; the state after it. NotFoundError or ConflictError, and nothing changed, when refused."""
         now = scheduler.switches
         target = self._host.change_switches(now, changes)
+        if scheduler.requests and self._host.kernels(now.on) != self._host.kernels(target.on):
+            raise ConflictError(
+                f"{len(scheduler.requests)} requests are open, and another kernel set would change their answers: try again when none is"
+            )
         loaded_before = frozenset(self._host.loaded)
         started: list[str] = []
         try:

@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ModelError
 from ...kernels.cache import cache_root, locked, publish
+from ..errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

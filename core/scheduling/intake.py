@@ -30,6 +30,7 @@ class Intake:
             return
         request = Request(admitted, self._live.table(features, admitted.fields))
         request.features = features
+        request.kernels = self._live.kernels(features)
         request.limit = min(request.limit, self._max_model_len)
         self._batch.requests[request_id] = request
         try:

@@ -35,6 +35,9 @@ class LiveSwitches:
 
     # ---- for intake -------------------------------------------------------------------------------------------------------------
 
+    def kernels(self, features: frozenset[str]) -> str:
+        return self._host.kernels(features)
+
     def table(self, features: frozenset[str], fields: Iterable[str]) -> HookTable:
         return self._host.table(features, fields)
 

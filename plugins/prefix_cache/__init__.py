@@ -2,7 +2,7 @@
 
 A block is known by a hash over everything that its K/V depends on: all tokens up to its end, and who may share them.
 
-    root     = sha256(tag "tokenbus.kv", version, block size, then each of tenant and cache_salt that is set)
+    root     = sha256(tag "tokenbus.kv", version, block size, then each of kernels, tenant and cache_salt that is set)
     hash[i]  = sha256(hash[i-1] or root, the block's token ids as little-endian uint32)
 
 Every part of the root carries its type and length, so that no salt can be taken for a tenant, or for two parts. Only full blocks are
@@ -38,8 +38,10 @@ class CacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_salt_chars: Annotated[int, msgspec.Meta(ge=1)] = MAX_SALT_CHARS
 
 
-def root_hash(block_size: int, tenant: str, salt: str | None) -> bytes:
+def root_hash(block_size: int, tenant: str, salt: str | None, kernels: str = "") -> bytes:
     parts = [("version", b"1"), ("block_size", str(block_size).encode())]
+    if kernels:
+        parts.append(("kernels", kernels.encode()))
     if tenant:
         parts.append(("tenant", tenant.encode()))
     if salt is not None:
@@ -147,7 +149,8 @@ class PrefixCache(Plugin):
         chain = request.stash.get(self._chain_of)
         if chain is None:
             tenant = request.admitted.tenant if self.settings.separate_tenants else ""
-            chain = request.stash[self._chain_of] = [root_hash(block_size, tenant, request.fields.get("cache_salt"))]
+            root = root_hash(block_size, tenant, request.fields.get("cache_salt"), request.kernels)
+            chain = request.stash[self._chain_of] = [root]
         return chain
 
     def _extend(self, chain: list[bytes], request: Request, block_size: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import anyio
 import pytest
 from engine_fakes import FakeWorker
 from engine_harness import Harness, engine, request
@@ -222,3 +223,31 @@ async def test_plugins_that_the_worker_cant_take_are_switched_off_again():
         assert e.finished["s"].reason == "length"
         assert (await e.query("stats"))["on"] == ["good"]
         assert CALLS.count("bad.engine_stopped") == 1
+
+
+async def test_another_kernel_set_waits_until_no_request_is_open():
+    """Attention works for the whole batch: a backend with other bits would change answers that have begun."""
+    gate = anyio.Event()
+
+    async def before(_order):
+        await gate.wait()
+
+    other, same = plugin("attention.other", slot="attention", lossless=False), plugin("attention.same", slot="attention")
+    async with engine(other, same, worker=FakeWorker(before=before)) as e:
+        await e.add(request("a", max_tokens=3))
+        await e.until(lambda: e.worker.orders)
+        asked = anyio.Event()
+
+        async def refused():
+            with pytest.raises(ConflictError, match="1 requests are open, and another kernel set"):
+                await e.switch(**{"attention.other": True})
+            asked.set()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(refused)
+            await e.arrived(1)
+            gate.set()
+            await asked.wait()
+        await e.until_finished("a")
+        assert await e.switch(**{"attention.same": True}) == {"attention.same"}
+        assert await e.switch(**{"attention.other": True}) == {"attention.other"}

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tokenbus.core.errors import ModelError
-from tokenbus.core.models import cache, demo
+from tokenbus.core.models import demo
 from tokenbus.core.models.resolve import resolve
+from tokenbus.kernels import cache
 
 
 @pytest.fixture

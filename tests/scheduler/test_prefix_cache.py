@@ -86,7 +86,7 @@ def test_parts_of_the_root_cannot_be_taken_for_one_another() -> None:
     roots = [
         root_hash(16, "", None), root_hash(16, "x", None), root_hash(16, "", "x"), root_hash(16, "x", "x"), root_hash(4, "", None),
         root_hash(16, "", ""), root_hash(16, "xx", None), root_hash(16, "", "xx"), root_hash(16, "salt\x00x", None),
-        root_hash(1, "6", None),
+        root_hash(1, "6", None), root_hash(16, "", None, "x"), root_hash(16, "x", "x", "x"),
     ]  # fmt: skip
     assert len(set(roots)) == len(roots)
 
