@@ -377,7 +377,9 @@ async def test_client_features_that_no_request_can_switch(api, name, words):
 
 async def test_features_tell_who_holds_the_slots(serve, api):
     state = (await api.call("GET", "/v1/tokenbus/features")).body
-    assert (state["slots"]["attention"], state["slots"]["scheduling"]) == ("attention.torch", "scheduling.fcfs")
+    assert (state["slots"]["attention"], state["slots"]["scheduling"]) == ("attention.cpu", "scheduling.fcfs")
+    state = (await api.call("POST", "/v1/tokenbus/features", {"features": {"attention.torch": True}})).body
+    assert state["slots"]["attention"] == "attention.torch"
     state = (await api.call("POST", "/v1/tokenbus/features", {"features": {"attention.torch": False}})).body
     assert state["slots"]["attention"] == "core (torch)"
     assert state["features"]["attention.torch"]["because"] == "switched off live; its slot is held by core (torch)"

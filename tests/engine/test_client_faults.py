@@ -90,13 +90,15 @@ async def test_admission_says_whose_value_it_is(value: Any, error: type[Exceptio
 # ---- switches -------------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_change_whose_asker_has_left_counts_in_both_processes():
+async def test_a_change_whose_asker_has_left_counts_in_both_processes(monkeypatch):
     async with client(with_plugins(), on=("a",)) as c:
+        posted, post = anyio.Event(), c._supervisor.post
+        monkeypatch.setattr(c._supervisor, "post", lambda message: posted.set() or post(message))
         changes: list[FeatureChange] = []
         c.bus.listen(changes.append, FeatureChange)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(c.set_features, {"a": False, "b": True}, "gone")
-            await until(lambda: bool(c._calls))
+            await posted.wait()
             tasks.cancel_scope.cancel()
         assert (await c.query("stats"))["on"] == ["b"]  # the wire is in order: the change's reply came before this one's
         assert c.switches.on == set(c.host.loaded) == {"b"}

@@ -227,15 +227,16 @@ async def test_plugins_that_the_worker_cant_take_are_switched_off_again():
 
 async def test_another_kernel_set_waits_until_no_request_is_open():
     """Attention works for the whole batch: a backend with other bits would change answers that have begun."""
-    gate = anyio.Event()
+    entered, gate = anyio.Event(), anyio.Event()
 
     async def before(_order):
+        entered.set()
         await gate.wait()
 
     other, same = plugin("attention.other", slot="attention", lossless=False), plugin("attention.same", slot="attention")
     async with engine(other, same, worker=FakeWorker(before=before)) as e:
         await e.add(request("a", max_tokens=3))
-        await e.until(lambda: e.worker.orders)
+        await entered.wait()
         asked = anyio.Event()
 
         async def refused():

@@ -49,7 +49,13 @@ async def test_pins_and_live_switches_change_no_answer(tiny_stand: Stand):
     wanted = [tiny_stand.run([ask], off=SPEED, threads=1).answers[0] for ask in asks()]
     config = from_mapping(
         {
-            "model": {"model": tiny_stand.runner.config.model.model, "dtype": "float32", "max_model_len": 512, "threads": 2},
+            "model": {
+                "model": tiny_stand.runner.config.model.model,
+                "kernels": tiny_stand.runner.config.model.kernels,
+                "dtype": "float32",
+                "max_model_len": 512,
+                "threads": 2,
+            },
             "cache": {"num_blocks": 44, "block_size": 16},
             "scheduler": {"token_budget": 48},
             "plugins": {"chunked_prefill": {"mode": "fixed", "chunk_size": 13}},
@@ -57,7 +63,7 @@ async def test_pins_and_live_switches_change_no_answer(tiny_stand: Stand):
         "test",
     )
     host = make_host("front", config)
-    client = EngineClient(config, Bus(), host, host.start_switches())
+    client = EngineClient(config, Bus(), host, host.start_switches(tiny_stand.enable))
     got: dict[str, tuple[list[int], list[Any]]] = {}
     admitted: dict[str, Any] = {}
     finished: dict[str, Finish] = {}
