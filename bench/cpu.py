@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,9 +89,16 @@ def served(command: list[str]) -> Iterator[tuple[str, float]]:
 
 
 def _answers(url: str) -> bool:
+    """Ready by /ready where there is one, else by /health."""
     for path in ("/ready", "/health"):
-        with contextlib.suppress(OSError), urllib.request.urlopen(url + path, timeout=2) as answer:
-            return answer.status == 200
+        try:
+            with urllib.request.urlopen(url + path, timeout=2) as answer:
+                return answer.status == 200
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                return False
+        except OSError:
+            return False
     return False
 
 

@@ -100,7 +100,7 @@ class CpuDecoder(Decoder):
         )
 
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
-        if not isinstance(attention, CpuAttention):
+        if not isinstance(attention.inner, CpuAttention):
             return super().forward(batch, kv, attention)
         if batch.attention.prepared is None:
             batch.attention.prepared = attention.prepare(batch.attention)

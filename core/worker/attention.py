@@ -62,6 +62,11 @@ class AttentionBackend(ABC):
     invariant: ClassVar[bool]
     """Holds the determinism contract: a row's result depends on its own position and K/V as stored only, bit by bit."""
 
+    @property
+    def inner(self) -> AttentionBackend:
+        """The backend itself, under whatever guards it: a model that fuses attention into a larger call looks at this."""
+        return self
+
     @abstractmethod
     def prepare(self, batch: AttentionBatch) -> Any:
         """Once a step, before the first layer: index tensors that all layers share. Stored as `batch.prepared`."""

@@ -106,6 +106,10 @@ class GuardedAttention(AttentionBackend):
         self.name = backend.name  # pyright: ignore[reportAttributeAccessIssue]
         self.invariant = backend.invariant  # pyright: ignore[reportAttributeAccessIssue]
 
+    @property
+    def inner(self) -> AttentionBackend:
+        return self._backend
+
     def prepare(self, batch: AttentionBatch) -> Any:
         try:
             return self._backend.prepare(batch)

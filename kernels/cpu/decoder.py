@@ -111,6 +111,8 @@ class FusedDecoder:
         self._shape = shape
         self._vocabulary = head.out_features
         self._count = len(layers)
+        self.steps = 0
+        """Steps run so far."""
         self._caches: tuple[weakref.ref[torch.Tensor], ctypes.Array, ctypes.Array] | None = None
         structs = (_Layer * len(layers))(*(_layer(layer) for layer in layers))
         config = _Config(
@@ -159,6 +161,7 @@ class FusedDecoder:
         hidden = torch.empty(token_ids.shape[0], self._shape.hidden, dtype=self._shape.dtype)
         if self._c.tb_decoder_step(self._handle, step, hidden.data_ptr()):
             raise MemoryError(f"no memory for a step of {token_ids.shape[0]} tokens")
+        self.steps += 1
         return hidden
 
     def _pointers_to(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> tuple[ctypes.Array, ctypes.Array]:

@@ -58,6 +58,16 @@ def test_the_baseline_is_not_trivial(alone):
     assert all(answer.logprobs for answer in alone if answer.tokens)
 
 
+def test_with_the_cpu_kernels_every_step_is_one_call(tiny_stand, kernels, asks):
+    """Also through what guards a plugin's attention backend; per layer it would be right, and half as fast."""
+    fused = getattr(tiny_stand.runner._model, "_fused", None)
+    assert (fused is not None) == (kernels == "cpu")
+    if fused is not None:
+        before = fused.steps
+        outcome = tiny_stand.run(asks[:3])
+        assert fused.steps - before == outcome.steps
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_batch_mates(tiny_stand, asks, alone, threads):
     outcome = tiny_stand.run(asks, off=OFF, threads=threads)
