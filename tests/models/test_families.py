@@ -99,6 +99,44 @@ APPLY = {
 }
 
 
+class Still(torch.nn.Module):
+    """A rotary embedding that turns nothing."""
+
+    def __init__(self, rotary: Any) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        cos, sin = self.rotary(*arguments, **named)
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def no_rotation(model: Any) -> None:
+    model._base.rotary_emb = Still(model._base.rotary_emb)
+
+
+def no_scale(model: Any) -> None:
+    for call in model._calls:
+        call.params = dataclasses.replace(call.params, scale=1.0)
+
+
+def short_window(model: Any) -> None:
+    for call in model._calls:
+        call.params = dataclasses.replace(call.params, window=8)
+
+
+@pytest.mark.parametrize("mutate", [no_rotation, no_scale, short_window])
+def test_each_part_of_the_fallback_moves_the_logits(mutate: Any, tiny: Any, paged: Any, tokens: Any) -> None:
+    """GPT-NeoX, through transformers with our attention: rotary angles, attention scale and mask all come from where we think."""
+    checkpoint = tiny("gpt-neox")
+    model = load(resolve(str(checkpoint.path)), kernels="torch")
+    prompt = tokens(40, seed=3)
+    truth = checkpoint.truth(prompt)
+    assert float((paged(model).prefill("r", prompt, 40) - truth).abs().max()) <= limit(truth)
+    mutate(model)
+    assert float((paged(model).prefill("r", prompt, 40) - truth).abs().max()) >= 100 * limit(truth)
+
+
 @pytest.mark.parametrize(("name", "mutation"), [(f, m) for f, ms in APPLY.items() for m in ms])
 def test_each_part_of_a_family_moves_the_logits(name: str, mutation: str, tiny: Any, paged: Any, tokens: Any) -> None:
     checkpoint = tiny(name)
