@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..cgroups import CGROUP, SELF, ancestors, own_cgroups
 from ..config import CacheConfig
 from ..errors import ConfigError
 
 MIB = 1024 * 1024
 MEMINFO = Path("/proc/meminfo")
-CGROUP = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60
 """cgroup v1 writes a huge number for "no limit"."""
 
@@ -100,7 +100,7 @@ def plan(free_bytes: int, kv_bytes_per_token: int, weights_bytes: int, cache: Ca
     )
 
 
-def free_memory(*, meminfo: Path = MEMINFO, cgroup: Path = CGROUP, self_cgroup: Path = Path("/proc/self/cgroup")) -> int:
+def free_memory(*, meminfo: Path = MEMINFO, cgroup: Path = CGROUP, self_cgroup: Path = SELF) -> int:
     """Bytes this process could still take without swapping: the machine's available memory, or less where a cgroup (v2 or v1) limits us.
 
     Page cache that the kernel can drop counts as free. 0 when nothing can be read.
@@ -121,24 +121,13 @@ def _available(meminfo: Path) -> int | None:
 
 def _cgroup_rooms(root: Path, self_cgroup: Path) -> list[int | None]:
     """What is left in our cgroup and in each of its ancestors."""
-    try:
-        lines = self_cgroup.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = ["0::/"]
+    paths = own_cgroups(self_cgroup) or {"": "/"}
     rooms: list[int | None] = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if not controllers:
-            base, limit, usage = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        folder = base / path.strip("/")
-        for place in (folder, *folder.parents):
-            rooms.append(_room(place, limit, usage))
-            if place == base:
-                break
+    if "" in paths:
+        rooms += [_room(place, "memory.max", "memory.current") for place in ancestors(root, paths[""])]
+    if "memory" in paths:
+        folders = ancestors(root / "memory", paths["memory"])
+        rooms += [_room(place, "memory.limit_in_bytes", "memory.usage_in_bytes") for place in folders]
     return rooms
 
 

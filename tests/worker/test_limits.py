@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tokenbus.core.worker.threads import SPINS, ancestors, available_cores, calm_openmp, cgroup_quota
+from tokenbus.core.cgroups import ancestors
+from tokenbus.core.worker.threads import SPINS, available_cores, calm_openmp, cgroup_quota
 
 
 def write(folder: Path, **files: str) -> None:
