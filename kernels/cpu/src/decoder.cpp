@@ -3,6 +3,7 @@
 // the worker that finishes a phase's last task does it while the others wait.
 #include "decoder.h"
 
+#include <initializer_list>
 #include <math.h>
 #include <new>
 #include <string.h>
@@ -10,6 +11,7 @@
 #include "elementwise.h"
 #include "memory.h"
 #include "pool.h"
+#include "quant.h"
 
 struct tb_decoder {
   tb_decoder_config config;
@@ -32,11 +34,18 @@ struct alignas(64) Counter {
   int taken, done;
 };
 
+// Rows of int8 for the products that take them, beside the rows of dtype that they were made of.
+struct Quantised {
+  char* at;
+  size_t row;  // bytes from one to the next: most that any layer's product takes
+};
+
 struct Step {
   tb_decoder* decoder;
   const tb_decoder_step_args* args;
   const tb_row_functions* rows;
   char *x, *normal, *qkv, *attended, *activated, *branch;  // [tokens, ...] of dtype; branch: before a norm behind attention or MLP
+  Quantised normal_q, attended_q, activated_q;
   char* hidden;
   int threads;
   Counter counters[4] = {};
@@ -74,6 +83,17 @@ struct Worker {
     phase((tokens + piece - 1) / piece, [&](int i) { f(i * piece, i * piece + piece < tokens ? i * piece + piece : tokens); }, [] {});
   }
 
+  // phase(tasks, f), and then whole rows of x for the product with w: at once by the last worker where they are few.
+  template <class F>
+  void phase_then_quantise(int tasks, F f, const tb_packed* w, bool wanted, const char* x, const Quantised& q) {
+    auto rows = [&](int first, int end) {
+      for (int t = first; t < end; t++) quantise(w, x, q, t);
+    };
+    if (wanted && few()) return phase(tasks, f, [&] { rows(0, tokens); });
+    phase(tasks, f, [] {});
+    if (wanted) over_tokens(rows);
+  }
+
   // f(first row, rows, first tile, end tile) over a matrix product, then between(first row, end row) over its rows
   template <class F, class B>
   void product(int tiles, int piece_of_many, F f, B between) {
@@ -95,8 +115,17 @@ struct Worker {
     }
   }
 
-  void linear(const tb_packed* w, const char* x, int ldx, char* y, int ldy, int store, int first, int count, int tile, int end) {
-    tb_linear_part(w, x + (size_t)first * ldx * item, ldx, y + (size_t)first * ldy * item, ldy, count, c.dtype, store, tile, end);
+  // Row t of x for the products with w.
+  void quantise(const tb_packed* w, const char* x, const Quantised& q, int t) {
+    if (w->input != TB_VALUES) tb_quantise(w->input, c.dtype, x + (size_t)t * w->k * item, w->k, q.at + t * q.row);
+  }
+
+  // made_for: the product that q's rows were quantised for; another one's input may differ.
+  void linear(const tb_packed* w, const char* x, const Quantised& q, const tb_packed* made_for, void* y, int ldy, int dtype, int store,
+              int first, int count, int tile, int end) {
+    if (w->input != TB_VALUES && w->input == made_for->input)
+      tb_quantised_part(w, q.at + first * q.row, q.row, y, ldy, count, dtype, store, tile, end);
+    else tb_linear_part(w, x + (size_t)first * w->k * item, w->k, y, ldy, count, dtype, store, tile, end);
   }
 
   void norm(const char* x, const float* weight, char* y, int t) {
@@ -107,8 +136,9 @@ struct Worker {
     const size_t row = c.hidden * item;
     for (int t = first; t < end; t++) {
       const char* from = (const char*)c.embedding + s.args->token_ids[t] * row;
-      if (c.embed_scale == 1.0f) memcpy(s.x + t * row, from, row);
-      else s.rows->scale(c.dtype, from, c.embed_scale, s.x + t * row, c.hidden);
+      if (!c.embedding) tb_packed_row(c.head, s.args->token_ids[t], c.dtype, s.x + t * row);
+      else if (c.embed_scale == 1.0f) memcpy(s.x + t * row, from, row);
+      if (c.embed_scale != 1.0f) s.rows->scale(c.dtype, c.embedding ? from : s.x + t * row, c.embed_scale, s.x + t * row, c.hidden);
     }
   }
 
@@ -139,51 +169,55 @@ struct Worker {
     }
   }
 
-  // What attention or MLP found is in x already, or, if a norm stands behind it, in `branch`.
-  void join(const float* after, const float* next, char* to, int first, int end) {
+  // What attention or MLP found is in x already, or, if a norm stands behind it, in `branch`. reader: of the next norm's rows, or NULL.
+  void join(const float* after, const float* next, const tb_packed* reader, char* to, int first, int end) {
     const size_t row = c.hidden * item;
     for (int t = first; t < end; t++) {
       if (after) s.rows->rms_norm_add(c.dtype, s.branch + t * row, after, s.x + t * row, c.hidden, c.norm_eps);
       norm(s.x, next, to, t);
+      if (reader) quantise(reader, to, s.normal_q, t);
     }
   }
 
   void attention(int l) {
     const tb_decoder_layer& layer = s.decoder->layer[l];
-    const int qkv = (c.heads + 2 * c.kv_heads) * c.head_dim, heads = c.heads * c.head_dim;
+    const int qkv = (c.heads + 2 * c.kv_heads) * c.head_dim;
     product(
         layer.qkv->tiles, 4,
         [&](int first, int count, int tile, int end) {
-          linear(layer.qkv, s.normal, c.hidden, s.qkv, qkv, TB_SET, first, count, tile, end);
+          char* y = s.qkv + (size_t)first * qkv * item;
+          linear(layer.qkv, s.normal, s.normal_q, layer.qkv, y, qkv, c.dtype, TB_SET, first, count, tile, end);
         },
         [&](int first, int end) { place(l, first, end); });
     tb_attention_plan* plan = &s.decoder->plan[s.decoder->plan_of[l]];
-    phase(
+    phase_then_quantise(
         plan->tasks,
         [&](int i) {
           tb_attention_task_run(plan, i, &s.decoder->heads[l], &s.args->batch, s.qkv, qkv, s.args->k[l], s.args->v[l], s.attended);
         },
-        [] {});
+        layer.out, layer.out->input != TB_VALUES, s.attended, s.attended_q);
     const bool add = !layer.after_attention;
     product(
         layer.out->tiles, 4,
         [&](int first, int count, int tile, int end) {
-          linear(layer.out, s.attended, heads, add ? s.x : s.branch, c.hidden, add ? TB_ADD : TB_SET, first, count, tile, end);
+          char* y = (add ? s.x : s.branch) + (size_t)first * c.hidden * item;
+          linear(layer.out, s.attended, s.attended_q, layer.out, y, c.hidden, c.dtype, add ? TB_ADD : TB_SET, first, count, tile, end);
         },
-        [&](int first, int end) { join(layer.after_attention, layer.before_mlp, s.normal, first, end); });
+        [&](int first, int end) { join(layer.after_attention, layer.before_mlp, layer.gate, s.normal, first, end); });
   }
 
   void gate_up(const tb_decoder_layer& layer, int first, int count, int tile, int end) {
     const int columns = (end - tile) * TB_TILE_N, from = tile * TB_TILE_N;
     float* gate = (float*)tb_scratch(GLU_SLOT, (size_t)2 * count * columns * sizeof(float));
     float* up = gate + (size_t)count * columns;
-    const char* x = s.normal + (size_t)first * c.hidden * item;
-    tb_linear_part(layer.gate, x, c.hidden, gate - from, columns, count, TB_F32, TB_SET, tile, end);
-    tb_linear_part(layer.up, x, c.hidden, up - from, columns, count, TB_F32, TB_SET, tile, end);
+    linear(layer.gate, s.normal, s.normal_q, layer.gate, gate - from, columns, TB_F32, TB_SET, first, count, tile, end);
+    linear(layer.up, s.normal, s.normal_q, layer.gate, up - from, columns, TB_F32, TB_SET, first, count, tile, end);
     const int n = c.intermediate - from < columns ? c.intermediate - from : columns;
     for (int t = 0; t < count; t++) {
       char* y = s.activated + ((size_t)(first + t) * c.intermediate + from) * item;
       s.rows->glu(c.activation, c.dtype, gate + (size_t)t * columns, up + (size_t)t * columns, y, n);
+      if (layer.down->input == TB_INT8_BLOCKS)
+        tb_quantise_blocks(c.dtype, y, from, n, s.activated_q.at + (first + t) * s.activated_q.row);
     }
   }
 
@@ -194,26 +228,31 @@ struct Worker {
     int piece = layer.gate->tiles / (4 * s.threads);
     piece = piece < 1 ? 1 : tokens > 16 && piece > 2 ? 2 : piece;
     const int columns = (layer.gate->tiles + piece - 1) / piece;
-    phase(
+    phase_then_quantise(
         columns * pieces,
         [&](int i) {
           const int first = i % pieces * rows, tile = i / pieces * piece, count = tokens - first < rows ? tokens - first : rows;
           if (count > 0) gate_up(layer, first, count, tile, tile + piece < layer.gate->tiles ? tile + piece : layer.gate->tiles);
         },
-        [] {});
+        layer.down, layer.down->input == TB_INT8_ROWS, s.activated, s.activated_q);
     const float* next = final ? c.norm : s.decoder->layer[l + 1].before_attention;
+    const tb_packed* reader = final ? nullptr : s.decoder->layer[l + 1].qkv;
     product(
         layer.down->tiles, 2,
         [&](int first, int count, int tile, int end) {
-          linear(layer.down, s.activated, c.intermediate, add ? s.x : s.branch, c.hidden, add ? TB_ADD : TB_SET, first, count, tile, end);
+          char* y = (add ? s.x : s.branch) + (size_t)first * c.hidden * item;
+          linear(layer.down, s.activated, s.activated_q, layer.down, y, c.hidden, c.dtype, add ? TB_ADD : TB_SET, first, count, tile, end);
         },
-        [&](int first, int end) { join(layer.after_mlp, next, final ? s.hidden : s.normal, first, end); });
+        [&](int first, int end) { join(layer.after_mlp, next, reader, final ? s.hidden : s.normal, first, end); });
   }
 
   void run() {
     over_tokens([&](int first, int end) {
       embed(first, end);
-      for (int t = first; t < end; t++) norm(s.x, s.decoder->layer[0].before_attention, s.normal, t);
+      for (int t = first; t < end; t++) {
+        norm(s.x, s.decoder->layer[0].before_attention, s.normal, t);
+        quantise(s.decoder->layer[0].qkv, s.normal, s.normal_q, t);
+      }
     });
     for (int l = 0; l < c.layers; l++) {
       attention(l);
@@ -222,6 +261,23 @@ struct Worker {
   }
 };
 
+size_t most(size_t a, const tb_packed* w) {
+  const size_t b = w->input == TB_VALUES ? 0 : tb_input_bytes(w->input, w->k);
+  return a > b ? a : b;
+}
+
+// Bytes of the rows that the layers' products take quantised.
+void find_quantised(Step& s) {
+  const tb_decoder& d = *s.decoder;
+  s.normal_q = s.attended_q = s.activated_q = {nullptr, 0};
+  for (int l = 0; l < d.config.layers; l++) {
+    const tb_decoder_layer& layer = d.layer[l];
+    s.normal_q.row = most(most(s.normal_q.row, layer.qkv), layer.gate);
+    s.attended_q.row = most(s.attended_q.row, layer.out);
+    s.activated_q.row = most(s.activated_q.row, layer.down);
+  }
+}
+
 // Lays the activations of a step out in one piece of memory, which is kept.
 bool lay_out(Step& s) {
   tb_decoder* d = s.decoder;
@@ -229,7 +285,9 @@ bool lay_out(Step& s) {
   const size_t row = s.args->batch.tokens * width_of(c.dtype);
   const size_t hidden = lines(row * c.hidden), heads = lines(row * c.heads * c.head_dim);
   const size_t qkv = lines(row * (c.heads + 2 * c.kv_heads) * c.head_dim), activated = lines(row * c.intermediate);
-  const size_t size = 3 * hidden + heads + qkv + activated;
+  find_quantised(s);
+  const size_t int8 = s.args->batch.tokens * (s.normal_q.row + s.attended_q.row + s.activated_q.row);
+  const size_t size = 3 * hidden + heads + qkv + activated + int8;
   if (size > d->room) {
     tb_free(d->memory);
     d->memory = (char*)tb_alloc(size);
@@ -242,7 +300,11 @@ bool lay_out(Step& s) {
   s.branch = at, at += hidden;
   s.attended = at, at += heads;
   s.qkv = at, at += qkv;
-  s.activated = at;
+  s.activated = at, at += activated;
+  for (Quantised* q : {&s.normal_q, &s.attended_q, &s.activated_q}) {
+    q->at = at;
+    at += s.args->batch.tokens * q->row;
+  }
   return true;
 }
 
