@@ -1,184 +1,157 @@
-"""Serving on the CPU beside peers: every workload of load.py, in turn, with the machine's limits measured in the same run.
+"""Serving on the CPU beside peers: every row of the comparison, in turn, with the machine's limits measured in the same run.
 
-    python bench/cpu.py [--rounds 3] [--workload single,c8] [--arg "--dtype float32"] [--vllm PATH/bin/vllm --model-dir DIR] \
-        [--llama-server PATH --gguf FILE] [--out bench/results/NAME.md]
+    python bench/cpu.py [--rounds 3] [--only single,q8_0,...] [--vllm PATH/bin/vllm [--model-dir DIR]] [--llama-server PATH]
+        [--arg "--threads 2"] [--short] [--out bench/results/NAME.md] [--json FILE]
 
-Each round starts every server, warms it, runs the workloads, stops it; figures are medians over the rounds, ratios ours / peer.
+Each round starts every server once, one after the other, ours and its peer next to each other; before each the machine's read bandwidth
+and its two bf16 rates are measured. A server is warmed, runs the workloads of load.py that its rows need, and is stopped. Rows: single,
+q8_0, q4_1, c8, c32, int8, prefill, interference, prefix, ready, memory, streaming; "more" compares further, without a verdict.
+
+FLOPs are those of linears and causal attention, bytes those of the weights and of the K/V that one token reads. "http_tflop_s" takes the
+time until the first token over HTTP, "forward_tflop_s" the forward pass inside the engine, "kernel_tflop_s" the linears alone
+(cpu_kernels.py). "allowed_mb" is weights, K/V of 8 x 4096 tokens, and 400 MB.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime as dt
 import json
 import os
-import platform
 import shlex
-import signal
-import socket
-import statistics
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
+import gguf_make
+from serving.report import Run, markdown
+from serving.rows import LINES, ROWS, Line, needed
+from serving.servers import Server, ServerFailedError, Variant, served
+from serving.variants import CONTEXT, KV_BYTES_PER_TOKEN, STREAMS, Models, Peers, make_variants, versions
 
-from tokenbus.kernels.torch_ops.limits import measure_limits
-
-LOAD = Path(__file__).with_name("load.py")
-NAMES = {"ours": "Tokenbus", "vllm": "vLLM", "llama": "llama-server"}
-FIGURES = {
-    "single": ("median_tpot_ms", "output_tok_s"),
-    "c8": ("output_tok_s", "median_ttft_ms", "p99_itl_ms"),
-    "c32": ("output_tok_s", "median_ttft_ms", "p99_itl_ms"),
-    "long": ("total_tok_s", "median_ttft_ms"),
-    "prefix": ("output_tok_s", "median_ttft_ms"),
-    "interference": ("worst_over_median", "worst_gap_ms", "median_gap_ms", "long_ttft_s", "long_ttft_alone_s"),
-}
+HERE = Path(__file__).resolve().parent
+LAYER_PARAMS = 960 * 576 + 576 * 576 + 3072 * 576 + 576 * 1536
+LAYERS, HEAD_PARAMS, QUERY_WIDTH = 30, 49152 * 576, 576
+PROMPT, SINGLE_CONTEXT = 2048, 128 + 64
+"""Tokens of the prefill row's prompt; mean context of a token of `single`."""
+MEMORY_ALLOWANCE = 400e6
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def prompt_flops(tokens: int) -> int:
+    """Linears of all tokens, causal attention, the head once."""
+    linears = 2 * LAYERS * LAYER_PARAMS * tokens + 2 * HEAD_PARAMS
+    return linears + 4 * LAYERS * QUERY_WIDTH * tokens * (tokens + 1) // 2
 
 
-def commands(options: argparse.Namespace) -> dict[str, tuple[list[str], str]]:
-    """Name -> (command with {port}, model name in requests)."""
-    own = [sys.executable, "-m", "tokenbus", "serve", "--port", "{port}", "--log-level", "warning", *shlex.split(options.arg)]
-    found = {"ours": (own, "SmolLM2-135M-Instruct")}
-    if options.vllm:
-        words = "serve {model} --port {port} --dtype bfloat16 --max-model-len 8192 --enable-prefix-caching"
-        found["vllm"] = ([options.vllm, *words.replace("{model}", options.model_dir).split()], options.model_dir)
-    if options.llama_server:
-        words = "--port {port} --parallel 32 --cont-batching --ctx-size 65536 -t 2 --no-webui -m"
-        found["llama"] = ([options.llama_server, *words.split(), options.gguf], "llama")
-    return found
+def measure_limits() -> dict[str, float]:
+    """In a process of its own: its threads must not spin beside what is measured next."""
+    done = subprocess.run([sys.executable, str(HERE / "cpu_limits.py"), "--json"], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
-@contextlib.contextmanager
-def served(command: list[str]) -> Iterator[tuple[str, float]]:
-    """A running server: (address, seconds until it was ready)."""
-    port = free_port()
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    began = time.perf_counter()
-    words = [word.replace("{port}", str(port)) for word in command]
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    url = f"http://127.0.0.1:{port}"
+def measure_kernels() -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        words = [str(HERE / "cpu_kernels.py"), "--rows", str(PROMPT), "--rounds", "2", "--json", file.name]
+        subprocess.run([sys.executable, *words], stdout=subprocess.DEVNULL, check=True)
+        return {"kernel_tflop_s": json.load(file)["rows"][0]["flops_per_s"] / 1e12}
+
+
+def derive(variant: Variant, workload: str, figures: dict[str, Any]) -> None:
+    """Add the figures that follow from those measured."""
+    if workload == "single":
+        moved = variant.weights_bytes + KV_BYTES_PER_TOKEN * SINGLE_CONTEXT
+        figures["read_gb_s"] = moved / figures["median_tpot_ms"] / 1e6
+    if workload == "prefill":
+        figures["http_tflop_s"] = prompt_flops(PROMPT) / figures["median_ttft_ms"] / 1e9
+        forward = figures["metrics"].get('tokenbus_step_phase_seconds_total{phase="forward"}')
+        if forward:
+            figures["forward_tflop_s"] = figures["metrics"]["tokenbus_step_flops_total"] / forward / 1e12
+    if workload == "context":
+        kv = STREAMS * CONTEXT * KV_BYTES_PER_TOKEN
+        figures["allowed_mb"] = (variant.weights_bytes + kv + MEMORY_ALLOWANCE) / 1e6
+    if workload.startswith("stream") and not variant.name.startswith("llama"):
+        figures["front_us_per_token"] = 1e6 * figures["front_cpu_s"] / figures["output_tokens"]
+
+
+def run_server(run: Run, variant: Variant, workloads: list[str], seed: int) -> None:
+    run.loads.append(os.getloadavg()[0])
+    run.limits.append(measure_limits())
+    found = run.samples.setdefault(variant.name, {})
     try:
-        while not _answers(url):
-            if process.poll() is not None or time.perf_counter() - began > 600:
-                raise RuntimeError(f"{words[0]} did not become ready")
-            time.sleep(0.05)
-        yield url, time.perf_counter() - began
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        with served(variant) as server:
+            found.setdefault("start", []).append({"ready_s": server.ready_s})
+            server.load("warm", short=False, seed=seed)
+            for workload in workloads:
+                found.setdefault(workload, []).append(measured(run, variant, server, workload, seed))
+    except ServerFailedError as error:
+        run.failures[variant.name] = str(error).rstrip(".")
+        print(f"  {error}", file=sys.stderr, flush=True)
 
 
-def _answers(url: str) -> bool:
-    """Ready by /ready where there is one, else by /health."""
-    for path in ("/ready", "/health"):
-        try:
-            with urllib.request.urlopen(url + path, timeout=2) as answer:
-                return answer.status == 200
-        except urllib.error.HTTPError as error:
-            if error.code != 404:
-                return False
-        except OSError:
-            return False
-    return False
+def measured(run: Run, variant: Variant, server: Server, workload: str, seed: int) -> dict[str, Any]:
+    figures = server.load(workload, short=run.short, seed=seed)
+    figures.pop("workload")
+    derive(variant, workload, figures)
+    shown = {name: round(value, 3) for name, value in figures.items() if name != "metrics"}
+    print(f"  {variant.name}, {workload}: {shown}", file=sys.stderr, flush=True)
+    return figures
 
 
-def measure(url: str, model: str, workloads: str) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, str(LOAD), "--url", url, "--model", model, "--workload", workloads],
-        capture_output=True, text=True, timeout=3600, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        print(done.stderr[-2000:], file=sys.stderr)
-    return {row.pop("workload"): row for row in map(json.loads, done.stdout.splitlines())}
+def chosen(options: argparse.Namespace) -> list[Line]:
+    rows = [name for name in (options.only or ",".join(ROWS)).split(",") if name]
+    unknown = sorted(set(rows) - set(ROWS))
+    if unknown:
+        raise SystemExit(f"no such rows: {', '.join(unknown)}; there are {', '.join(ROWS)}")
+    return [line for line in LINES if line.row in rows]
 
 
-def table(samples: dict[str, list[dict[str, Any]]], limits: list[Any], ready: dict[str, list[float]], options: Any) -> str:
-    peers = [name for name in samples if name != "ours"]
-    bandwidth = _median(x.read_bytes_per_second for x in limits) / 1e9
-    rate = _median(x.flops_per_second for x in limits) / 1e12
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
-    extra = f' --arg "{options.arg}"' if options.arg else ""
-    lines = [
-        f"# Serving on a CPU, {dt.datetime.now(dt.UTC):%Y-%m-%d}",
-        "",
-        f"{os.cpu_count()} cores ({_processor()}), {versions}; {options.rounds} rounds, medians.",
-        f"Measured in this run: read bandwidth {bandwidth:.1f} GB/s, bf16 matrix product {rate:.3f} TFLOP/s.",
-        "",
-        f"    scripts/bench cpu --rounds {options.rounds} --workload {options.workload}{extra}",
-        "",
-        "| workload | figure | " + " | ".join(["ours", *(f"{NAMES[p]} | ratio" for p in peers)]) + " |",
-        "|---|---|" + "---|" * (1 + 2 * len(peers)),
-    ]
-    rows = [("start", "ready_s", {name: _median(values) for name, values in ready.items()})]
-    for workload in options.workload.split(","):
-        for figure in FIGURES[workload]:
-            found = {n: [s[workload][figure] for s in runs if workload in s] for n, runs in samples.items()}
-            rows.append((workload, figure, {n: _median(v) for n, v in found.items() if v}))
-    for workload, figure, values in rows:
-        cells = [f"{values['ours']:.4g}" if "ours" in values else "-"]
-        for peer in peers:
-            both = "ours" in values and peer in values
-            cells += [f"{values[peer]:.4g}" if peer in values else "-", f"{values['ours'] / values[peer]:.2f}" if both else "-"]
-        lines.append(f"| {workload} | {figure} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def shown_command(options: argparse.Namespace) -> str:
+    """As it can be typed elsewhere: paths without the folders of this machine."""
+    words = ["cpu", "--rounds", str(options.rounds)]
+    words += ["--only", options.only] if options.only else []
+    words += ["--arg", shlex.quote(options.arg)] if options.arg else []
+    words += ["--vllm", "VLLM_VENV/bin/vllm"] if options.vllm else []
+    words += ["--model-dir", "MODEL_DIR"] if options.model_dir else []
+    words += ["--llama-server", "LLAMA_DIR/llama-server"] if options.llama_server else []
+    words += ["--short"] if options.short else []
+    return " ".join(words)
 
 
-def _median(values: Any) -> float:
-    return statistics.median(list(values))
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="", metavar="ROWS", help="names, separated by commas; default: all")
+    parser.add_argument("--arg", default="", help="more arguments for all of our servers")
+    parser.add_argument("--vllm", help="the program of that name in an environment of its own")
+    parser.add_argument("--model-dir", help="Hugging Face folder for vLLM; default: made from the demo model")
+    parser.add_argument("--llama-server")
+    parser.add_argument("--dir", type=Path, default=gguf_make.cache_folder(), help="where models for the peers are made")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--short", action="store_true", help="few requests: to see that it works")
+    parser.add_argument("--out", type=Path, help="the table as Markdown; written anew after each round")
+    parser.add_argument("--json", type=Path, help="all samples")
+    return parser.parse_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workload", default=",".join(FIGURES))
-    parser.add_argument("--arg", default="", help="more arguments for tokenbus serve")
-    parser.add_argument("--vllm")
-    parser.add_argument("--model-dir")
-    parser.add_argument("--llama-server")
-    parser.add_argument("--gguf")
-    parser.add_argument("--out")
-    options = parser.parse_args()
-    samples: dict[str, list[dict[str, Any]]] = {}
-    ready: dict[str, list[float]] = {}
-    limits = []
+    options = parse()
+    lines = chosen(options)
+    wanted = needed(lines)
+    peers = Peers(options.vllm, options.model_dir, options.llama_server)
+    variants = make_variants(set(wanted), peers, Models(options.dir), options.arg)
+    run = Run(shown_command(options), versions(peers), variants, lines, options.rounds, options.short)
     for number in range(options.rounds):
-        for name, (command, model) in commands(options).items():
-            limits.append(measure_limits(torch.bfloat16))
-            with served(command) as (url, seconds):
-                ready.setdefault(name, []).append(seconds)
-                samples.setdefault(name, []).append(measure(url, model, options.workload))
-            print(f"round {number + 1}, {name}: ready {seconds:.1f} s, {samples[name][-1]}", file=sys.stderr, flush=True)
-    text = table(samples, limits, ready, options)
-    print(text)
-    if options.out:
-        Path(options.out).write_text(text, encoding="utf-8")
+        print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
+        for variant in variants.values():
+            run_server(run, variant, wanted[variant.name], options.seed + number)
+            if variant.name == "ours-bf16" and "kernels" in wanted:
+                run.samples.setdefault("kernels", {}).setdefault("prefill", []).append(measure_kernels())
+        if options.out:
+            options.out.write_text(markdown(run), encoding="utf-8")
+        if options.json:
+            options.json.write_text(json.dumps({"limits": run.limits, "samples": run.samples}), encoding="utf-8")
+    print(markdown(run))
 
 
 if __name__ == "__main__":

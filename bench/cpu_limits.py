@@ -1,13 +1,16 @@
 """The machine's limits, to compare kernels with: read bandwidth, and bf16 rates of a register-only loop and of torch's matmul.
 
-Run it alone, or use `Limits.measure` in the same process and minute as what is compared."""
+    python bench/cpu_limits.py [--threads N] [--json]
+
+or `Limits.measure` in the same process and minute as what is compared."""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import mmap
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -94,5 +97,14 @@ def _compile() -> ctypes.CDLL:
     return library
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    limits = Limits.measure(options.threads)
+    print(json.dumps(vars(limits)) if options.json else limits)
+
+
 if __name__ == "__main__":
-    print(Limits.measure(int(sys.argv[1]) if len(sys.argv) > 1 else available_cores()))
+    main()

@@ -1,11 +1,14 @@
 """A closed-loop load on any OpenAI-compatible server: throughput, TTFT, inter-token latency; one line of JSON for each workload.
 
-    python bench/load.py --url http://127.0.0.1:8000 --model NAME [--workload single,c8,c32,long,prefix,interference] [--seed 7]
+    python bench/load.py --url http://127.0.0.1:8000 --model NAME [--workload single,c8,c32,...] [--seed 7] [--short]
 
 Prompts are random token ids (the same for every server of one seed), sent as token lists; answers are forced to their full length with
-`ignore_eos`. Workloads: single 4 x 128/128 one after another; c8 32 x 128/128, 8 at a time; c32 64 x 256/64, 32 at a time; long
-6 x 2048/32, 2 at a time; prefix 32 x (1024 shared + 32 own)/32 over two prefixes, 8 at a time; interference: 4 streams decode, then a
-3000-token prompt arrives: the worst gap between their tokens over the median gap.
+`ignore_eos`. Workloads (requests x prompt/output): warm 2 x 200/8, for nothing but that; single 4 x 128/128 one after another;
+c8 32 x 128/128, 8 at a time; c32 64 x 256/64, 32 at a time; long 6 x 2048/32, 2 at a time; prefill 4 x 2048/1 one after another;
+prefix 32 x (1024 shared + 32 own)/32 over two prefixes, 8 at a time; context 8 x 4000/64, all at once; stream1, stream8, stream32
+2, 8 and 32 x 16/256, 1, 8 and 32 at a time; interference: 4 streams decode, then a 3000-token prompt arrives: the worst gap between their
+tokens over the median gap.
+--short: as many requests as run at a time, a quarter of the output: to see that it works, not to measure.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import json
 import random
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -32,13 +35,22 @@ class Workload:
     """Tokens at the beginning that requests have in common."""
     prefixes: int = 1
 
+    def short(self) -> Workload:
+        return replace(self, requests=self.concurrency, output=max(1, self.output // 4))
+
 
 WORKLOADS = {
+    "warm": Workload(2, 2, 200, 8),
     "single": Workload(4, 1, 128, 128),
     "c8": Workload(32, 8, 128, 128),
     "c32": Workload(64, 32, 256, 64),
     "long": Workload(6, 2, 2048, 32),
+    "prefill": Workload(4, 1, 2048, 1),
     "prefix": Workload(32, 8, 32, 32, shared=1024, prefixes=2),
+    "context": Workload(8, 8, 4000, 64),
+    "stream1": Workload(2, 1, 16, 256),
+    "stream8": Workload(8, 8, 16, 256),
+    "stream32": Workload(32, 32, 16, 256),
 }
 
 
@@ -90,7 +102,7 @@ class Client:
         return seen
 
 
-def prompts_of(load: Workload, seed: int, vocab: int) -> list[list[int]]:
+def prompts_of(load: Workload, seed: str, vocab: int) -> list[list[int]]:
     draw = random.Random(seed)
     heads = [[draw.randrange(1000, vocab) for _ in range(load.shared)] for _ in range(load.prefixes)]
     return [
@@ -98,7 +110,7 @@ def prompts_of(load: Workload, seed: int, vocab: int) -> list[list[int]]:
     ]
 
 
-async def run(client: Client, load: Workload, seed: int, vocab: int) -> dict[str, Any]:
+async def run(client: Client, load: Workload, seed: str, vocab: int) -> dict[str, Any]:
     prompts = prompts_of(load, seed, vocab)
     gate = asyncio.Semaphore(load.concurrency)
 
@@ -111,19 +123,21 @@ async def run(client: Client, load: Workload, seed: int, vocab: int) -> dict[str
     seconds = time.perf_counter() - began
     out = sum(s.tokens for s in seen)
     gaps = [b - a for s in seen for a, b in zip(s.times, s.times[1:], strict=False)]
-    return {
+    figures = {
         "requests": len(seen),
         "output_tokens": out,
         "seconds": round(seconds, 3),
         "output_tok_s": round(out / seconds, 1),
         "total_tok_s": round((out + sum(map(len, prompts))) / seconds, 1),
         "median_ttft_ms": round(1e3 * statistics.median(s.ttft for s in seen), 1),
-        "median_tpot_ms": round(1e3 * statistics.median(s.tpot for s in seen), 2),
-        "p99_itl_ms": round(1e3 * sorted(gaps)[int(0.99 * (len(gaps) - 1))], 1),
     }
+    if gaps:
+        figures["median_tpot_ms"] = round(1e3 * statistics.median(s.tpot for s in seen), 3)
+        figures["p99_itl_ms"] = round(1e3 * sorted(gaps)[int(0.99 * (len(gaps) - 1))], 1)
+    return figures
 
 
-async def interference(client: Client, seed: int, vocab: int, *, streams: int = 4, prompt: int = 3000) -> dict[str, Any]:
+async def interference(client: Client, seed: str, vocab: int, *, streams: int = 4, prompt: int = 3000) -> dict[str, Any]:
     """Four streams decode; a long prompt arrives once all have emitted 20 tokens."""
     draw = random.Random(seed)
 
@@ -154,19 +168,21 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--workload", default="single,c8,c32,long,prefix,interference")
+    parser.add_argument("--workload", default="warm,single,c8,c32,long,prefill,prefix,interference")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--vocab", type=int, default=49000)
+    parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     timeout = aiohttp.ClientTimeout(total=1800)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         client = Client(session, options.url, options.model)
-        await client.complete([1000 + i for i in range(16)], 4)
         for name in options.workload.split(","):
+            seed = f"{options.seed} {name}"  # no workload's prompts are another's: nothing is found in a prefix cache by chance
             if name == "interference":
-                result = await interference(client, options.seed, options.vocab)
+                result = await interference(client, seed, options.vocab)
             else:
-                result = await run(client, WORKLOADS[name], options.seed, options.vocab)
+                load = WORKLOADS[name].short() if options.short else WORKLOADS[name]
+                result = await run(client, load, seed, options.vocab)
             print(json.dumps({"workload": name, **result}), flush=True)
 
 

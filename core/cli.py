@@ -69,7 +69,7 @@ def _plugins(parser: argparse.ArgumentParser) -> None:
 
 def _plan_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
-    add_settings(parser, ("model", "cache"))
+    add_settings(parser, ("model", "cache", "features"))
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:

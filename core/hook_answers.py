@@ -7,16 +7,18 @@ wrong too. The host makes a PluginError of it that names plugin and hook, so tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 
 from .contexts import PrefixMatch, Route
+from .models.linears import Linears, Refusal
 from .plan import TokenLogprobs
 from .plugin import PluginInfo
 from .policy import SchedulingPolicy
 from .request import StopRule
-from .worker.attention import AttentionBackend
+from .worker.attention import AttentionBackend, KVLayout
 
 Check = Callable[[Any, Mapping[str, Any], PluginInfo], str | None]
 
@@ -139,6 +141,28 @@ def _limit_chunk(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) 
     return f"answered {answer!r:.40}, not a number of tokens (an int of 0 or more)"
 
 
+def _quantization(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
+    if isinstance(answer, Refusal):
+        return _refusal(answer)
+    return None if isinstance(answer, Linears) else f"answered a {type(answer).__name__}, neither a Linears nor a Refusal"
+
+
+def _kv_layout(answer: Any, arguments: Mapping[str, Any], info: PluginInfo) -> str | None:
+    if isinstance(answer, Refusal):
+        return _refusal(answer)
+    if not isinstance(answer, KVLayout):
+        return f"answered a {type(answer).__name__}, neither a KVLayout nor a Refusal"
+    if info.scope != "engine":
+        return f"only a plugin of scope 'engine' may change the K/V layout; this one's is {info.scope!r}"
+    given = arguments["layout"]
+    changed = [f.name for f in fields(KVLayout) if f.name != "quantized" and getattr(answer, f.name) != getattr(given, f.name)]
+    return f"changed {', '.join(changed)} of the K/V layout" if changed else None
+
+
+def _refusal(answer: Refusal) -> str | None:
+    return None if isinstance(answer.reason, str) else f"refused with a {type(answer.reason).__name__}, not a text"
+
+
 def _attention_backend(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
     if not isinstance(answer, AttentionBackend):
         return f"answered a {type(answer).__name__}, not an AttentionBackend"
@@ -171,6 +195,8 @@ CHECKS: dict[str, Check] = {
     "wants_prompt_logits": _wants_prompt_logits,
     "match_prefix": _match_prefix,
     "limit_chunk": _limit_chunk,
+    "quantization": _quantization,
+    "kv_layout": _kv_layout,
     "attention_backend": _attention_backend,
     "token_logprobs": _token_logprobs,
 }

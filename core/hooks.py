@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from .contexts import AdmissionContext, EngineContext, FrontContext, OutputContext, PrefixMatch, Route, StepView
     from .kv.pool import BlockPool
+    from .models.linears import Linears, ModelToLoad, Refusal
     from .plan import StepPlan, StepResult, TokenLogprobs
     from .policy import SchedulingPolicy
     from .request import Request, StopRule
@@ -196,6 +197,26 @@ def step_finished(plan: StepPlan, result: StepResult, seconds: float) -> None:
 
 
 # ================================================ worker ===========================================================================
+
+
+@hookspec(firstresult=True)
+def quantization(model: ModelToLoad) -> Linears | Refusal | None:
+    """Worker, slot "quantization", compute. Once, before the weights are read (and once in `tokenbus plan-memory`, which reads none): what
+    makes the decoder's matrix products, and from which form of the weights (core/models/linears.py). It must not read weights itself.
+
+    Refusal, or None: it can't serve this model, and the server does not start. Nothing of the model may be read or changed otherwise.
+    """
+    ...
+
+
+@hookspec
+def kv_layout(layout: KVLayout) -> KVLayout | Refusal | None:
+    """Worker, engine-wide, compute. Once, after the weights are read and before the cache is allocated (and once in `tokenbus
+    plan-memory`): how K and V are stored. Each plugin is shown what those before it have made of the model's own layout, which it may
+    make `quantized`; all else must stay. An attention backend that can't serve the result is not used. Only for plugins of scope "engine".
+
+    Refusal: the server does not start. None: leave it as it is."""
+    ...
 
 
 @hookspec(firstresult=True)

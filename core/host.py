@@ -257,8 +257,10 @@ class PluginHost:
         return None
 
     def kernels(self, on: Iterable[str]) -> str:
-        """What decides the bits of K/V: the lossy holders of the slots "attention" and "quantization" ("": core's own kernels)."""
-        return " ".join(sorted(n for n in on if (info := self.info(n)).slot in KERNEL_SLOTS and not info.lossless))
+        """What decides the bits of K/V: the lossy holders of the slot "attention", and the lossy plugins of scope "engine", which are part
+        of the model ("": core's own kernels)."""
+        infos = map(self.info, on)
+        return " ".join(sorted(i.name for i in infos if not i.lossless and (i.slot in KERNEL_SLOTS or i.scope == "engine")))
 
     def holder(self, slot: str, on: Iterable[str]) -> str | None:
         """The plugin that is active in a slot; None: core's default."""

@@ -93,9 +93,10 @@ class LLM:
     def _start(self) -> Service:
         config = self.config
         host = make_host("front", config)
-        check_pool(config)
+        switches = host.start_switches(config.features.enable, config.features.disable)
+        check_pool(config, host, switches)
         bus = Bus()
-        client = EngineClient(config, bus, host, host.start_switches(config.features.enable, config.features.disable))
+        client = EngineClient(config, bus, host, switches)
         running, _ = self._portal.start_task(client.run)
         self._stack.callback(self._stop, client, running)
         model = resolve(config.model.model)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 
 from ..config import Config
+from ..host import PluginHost, make_host
 from ..kv.sizing import free_memory, plan
-from ..models.resolve import resolve
-from ..models.sizing import model_size
+from ..models.resolve import ResolvedModel, resolve
+from ..models.sizing import ModelSize, model_size, plain_layout
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
     resolved = resolve(config.model.model)
-    size = model_size(resolved, config.model.dtype)
+    host = make_host("worker", config)
+    on = host.start_switches(config.features.enable, config.features.disable).on
+    size = (
+        _with_plugins(resolved, config, host, on) if _may_change_sizes(host, on) else model_size(resolved, config.model.dtype)
+    )
     longest = min(size.max_model_len, config.model.max_model_len or size.max_model_len)
     free = max(0, free_memory() - size.weights_bytes)
     memory = plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, longest)
@@ -38,3 +44,22 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     else:
         print(f"{resolved.name} ({size.dtype})\n{memory.table()}")
     return 0
+
+
+def _may_change_sizes(host: PluginHost, on: frozenset[str]) -> bool:
+    return any(host.info(name).scope == "engine" and not host.info(name).lossless for name in on)
+
+
+def _with_plugins(resolved: ResolvedModel, config: Config, host: PluginHost, on: frozenset[str]) -> ModelSize:
+    """As the worker will have it, or ModelError as it would raise it."""
+    from ..models.loader import describe
+    from ..models.slot import choose_layout, choose_linears
+
+    host.load(on)
+    settings = config.model
+    linears = choose_linears(host, on, describe(resolved, settings.dtype, settings.device, settings.kernels))
+    size = model_size(resolved, settings.dtype, linears)
+    layout = choose_layout(
+        host, on, resolved.name, plain_layout(resolved, settings.dtype, settings.device, config.cache.block_size)
+    )
+    return dataclasses.replace(size, kv_bytes_per_token=layout.bytes_per_token)

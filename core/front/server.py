@@ -84,7 +84,7 @@ async def _serve(config: Config) -> int:
         host = make_host("front", config)
         switches = host.start_switches(config.features.enable, config.features.disable)
         check_client_features(config.server.client_features, host)
-        check_pool(config)
+        check_pool(config, host, switches)
     bus = Bus()
     client = EngineClient(config, bus, host, switches)
     signals = _Signals()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..config import Config
 from ..errors import ConfigError, NotFoundError
-from ..host import PluginHost
+from ..host import PluginHost, Switches
 from ..messages import EngineInfo
 
 TICKS_PER_SECOND = 100.0
@@ -38,9 +38,12 @@ def check_client_features(names: Iterable[str], host: PluginHost) -> None:
             raise ConfigError(f"server.client_features: {name!r} can't differ between requests (scope {scope}): leave it out")
 
 
-def check_pool(config: Config) -> None:
-    """ConfigError when the pool that was asked for is larger than what is free, before any weights are loaded. The engine looks again."""
+def check_pool(config: Config, host: PluginHost, switches: Switches) -> None:
+    """ConfigError when the pool that was asked for is larger than what is free, before any weights are loaded. The engine looks again, and
+    alone when a plugin may have changed the sizes of weights or K/V."""
     if config.cache.num_blocks is None and config.cache.kv_memory_mb is None:
+        return
+    if any(host.info(name).scope == "engine" and not host.info(name).lossless for name in switches.on):
         return
     from ..kv.sizing import free_memory, plan
     from ..models.resolve import resolve

@@ -23,6 +23,11 @@ class ModelSpec:
     hidden_size: int
     num_heads: int
     weights_bytes: int
+    """In memory, as the slot "quantization" stores them."""
+    step_bytes: int
+    """Of the weights, what a step reads: all but an embedding of its own; the LM head once."""
+    head_bytes: int
+    """Of the LM head alone."""
     linear_params: int
     """Parameters that every token is multiplied with (experts counted as often as they are used), LM head excluded."""
     head_params: int

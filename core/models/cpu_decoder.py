@@ -8,16 +8,18 @@ import torch
 
 from ...kernels.cpu import lib
 from ...kernels.cpu.decoder import FusedDecoder, FusedLayer, FusedShape
-from ...kernels.cpu.linear import CpuLinear
 from ..worker.cpu_attention import CpuAttention
 from .base import ForwardBatch, KVCache
-from .decoder import Decoder, Linear, TorchLinears
+from .cpu_linears import CpuLinears, GateUp
+from .decoder import Decoder, HeadRows, Table
 
 if TYPE_CHECKING:
     from ...kernels.cpu.attention import FlatBatch
+    from ...kernels.cpu.linear import CpuLinear
     from ..worker.attention import AttentionBackend
     from .config import DecoderConfig
-    from .decoder import Tensors, _Layer, _Mlp, _Norm
+    from .decoder import _Layer, _Mlp, _Norm
+    from .linears import Linears, Weights
 
 
 def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> str:
@@ -29,35 +31,19 @@ def unsupported(config: DecoderConfig, dtype: torch.dtype, device: torch.device)
     return "" if lib.load() else lib.unavailable_reason()
 
 
-class _GateUp:
-    """Two matrices, so that the library can compute the same columns of both; for torch code one."""
-
-    def __init__(self, gate: CpuLinear, up: CpuLinear) -> None:
-        self.gate = gate
-        self.up = up
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([self.gate(x), self.up(x)], dim=-1)
-
-
-class CpuLinears(TorchLinears):
-    def one(self, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> Linear:
-        return CpuLinear.fuse(weights, biases)
-
-    def gate_up(self, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> Linear:
-        if len(weights) == 1:
-            weights, biases = list(weights[0].chunk(2)), list(biases[0].chunk(2)) if biases else []
-        gate, up = (CpuLinear(w, biases[i] if biases else None) for i, w in enumerate(weights))
-        return _GateUp(gate, up)
-
-
 class CpuDecoder(Decoder):
-    """`unsupported` must be empty for it. Takes torch's thread count."""
+    """`unsupported` must be empty for it, and `linears` make fused products. Takes torch's thread count."""
 
-    def __init__(self, config: DecoderConfig, tensors: Tensors, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        tensors: Weights,
+        dtype: torch.dtype,
+        device: torch.device,
+        linears: Linears | None = None,
+    ) -> None:
         lib.set_threads(torch.get_num_threads())
-        super().__init__(config, tensors, dtype, device, CpuLinears())
-        self.embedding = self.embedding.contiguous()
+        super().__init__(config, tensors, dtype, device, linears or CpuLinears(dtype))
         self._ropes = list(self._tables)
         self._fused = FusedDecoder(
             FusedShape(
@@ -75,14 +61,25 @@ class CpuDecoder(Decoder):
                 embed_scale=None if self.embed_scale is None else float(self.embed_scale),
             ),
             [self._layer(layer) for layer in self.layers],
-            self.embedding,
+            self._embedding_table(),
             _weight(self.norm),
             cast("CpuLinear", self.head),
         )
 
+    def _embedding_table(self) -> torch.Tensor | None:
+        """None: the head's rows."""
+        if isinstance(self.embedding, HeadRows):
+            return None
+        if not isinstance(self.embedding, Table):
+            raise TypeError(
+                f"the fused decoder takes its embedding from a Table or HeadRows, not {type(self.embedding).__name__}"
+            )
+        self.embedding.weight = self.embedding.weight.contiguous()
+        return self.embedding.weight
+
     def _layer(self, layer: _Layer) -> FusedLayer:
         attention, mlp = layer.attention, cast("_Mlp", layer.mlp)
-        gate_up = cast("_GateUp", mlp.gate_up)
+        gate_up = cast("GateUp", mlp.gate_up)
         return FusedLayer(
             qkv=cast("CpuLinear", attention.qkv),
             out=cast("CpuLinear", attention.out),

@@ -7,8 +7,7 @@ matrix product in the model's dtype, norms in float32; angles, soft-caps and log
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,45 +15,65 @@ from ...kernels.torch_ops.elementwise import gelu_tanh_mul, rms_norm, rope, silu
 from ...kernels.torch_ops.linear import TiledLinear
 from ..worker.attention import AttentionParams, KVLayout
 from .base import CausalModel, ForwardBatch, KVCache, ModelSpec
+from .linears import Linears, tensors_of
 from .moe import Experts
 from .rope import RopeTable, inverse_frequencies
+from .sizing import EMBEDDING, HEAD, count_parameters, layer_matrices, outer_matrix, weights_bytes
 
 if TYPE_CHECKING:
+    from ...kernels.cpu.linear import CpuLinear
     from ..worker.attention import AttentionBackend
     from .config import DecoderConfig, LayerConfig, RopeConfig
+    from .linears import Embedding, Linear, Matrix, Weights
 
 
-class Tensors(Protocol):
-    """A checkpoint's tensors, already in the model's dtype and on its device."""
+class Table:
+    """Embeddings as rows of a tensor [vocabulary, hidden_size]."""
 
-    def get(self, name: str) -> torch.Tensor: ...
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
 
-
-Linear = Callable[[torch.Tensor], torch.Tensor]
-"""x [M, in_features] -> [M, out_features], bit-invariant per row."""
-
-
-class TorchLinears:
-    """Makes a decoder's matrix products. Weights [N, K] and biases [N] (all or none) in the model's dtype; they may be a file's memory."""
-
-    def one(self, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> Linear:
-        """One matrix from the rows of several."""
-        if len(weights) > 1:
-            return TiledLinear.fuse(weights, biases)
-        return TiledLinear(weights[0], biases[0] if biases else None)  # packed straight from the file's memory map
-
-    def gate_up(self, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> Linear:
-        """Gate's rows, then up's: two matrices, or one that has both."""
-        return self.one(weights, biases)
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids]
 
 
-def _read(tensors: Tensors, names: list[str], *, bias: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    weights = [tensors.get(f"{name}.weight") for name in names]
-    return weights, [tensors.get(f"{name}.bias") for name in names] if bias else []
+class HeadRows:
+    """Embeddings of a tied model as rows of its LM head, which is a layer of kernels/cpu: one copy serves both."""
+
+    def __init__(self, head: CpuLinear) -> None:
+        self.head = head
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head.rows(ids)
+
+
+class TorchLinears(Linears):
+    """Core's own: weights in the model's dtype, multiplied by torch."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def one(self, weights: Weights, matrix: Matrix) -> Linear:
+        tensors, biases = tensors_of(weights, matrix)
+        if len(tensors) > 1:
+            return TiledLinear.fuse(tensors, biases)
+        return TiledLinear(tensors[0], biases[0] if biases else None)  # packed straight from the file's memory map
+
+    def gate_up(self, weights: Weights, matrix: Matrix) -> Linear:
+        return self.one(weights, matrix)
+
+    def embedding(self, weights: Weights, name: str, head: Linear | None) -> Embedding:
+        return Table(weights.get(name))
+
+    def nbytes(self, matrix: Matrix) -> int:
+        return (matrix.weights + matrix.rows * matrix.bias) * self.dtype.itemsize
+
+    def embedding_bytes(self, matrix: Matrix, *, tied: bool) -> int:
+        return 0 if tied else matrix.weights * self.dtype.itemsize  # tied: a map of the file, which the kernel may drop
 
 
 class _Norm:
-    def __init__(self, tensors: Tensors, name: str, config: DecoderConfig) -> None:
+    def __init__(self, tensors: Weights, name: str, config: DecoderConfig) -> None:
         self.weight = tensors.get(f"{name}.weight")
         self.eps = config.norm_eps
         self.unit_offset = config.unit_offset_norm
@@ -64,10 +83,10 @@ class _Norm:
 
 
 class _Mlp:
-    def __init__(self, tensors: Tensors, name: str, config: DecoderConfig, linears: TorchLinears) -> None:
-        parts = [f"{name}.gate_up_proj"] if config.fused_checkpoint else [f"{name}.gate_proj", f"{name}.up_proj"]
-        self.gate_up = linears.gate_up(*_read(tensors, parts, bias=config.mlp_bias))
-        self.down = linears.one(*_read(tensors, [f"{name}.down_proj"], bias=config.mlp_bias))
+    def __init__(self, tensors: Weights, config: DecoderConfig, matrices: list[Matrix], linears: Linears) -> None:
+        gate_up, down = matrices
+        self.gate_up = linears.gate_up(tensors, gate_up)
+        self.down = linears.one(tensors, down)
         self.activate = silu_mul if config.activation == "silu" else gelu_tanh_mul
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,11 +96,18 @@ class _Mlp:
 
 class _Attention:
     def __init__(
-        self, tensors: Tensors, name: str, config: DecoderConfig, layer: LayerConfig, index: int, linears: TorchLinears
+        self,
+        tensors: Weights,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        index: int,
+        qkv: Matrix,
+        out: Matrix,
+        linears: Linears,
     ) -> None:
-        parts = [f"{name}.qkv_proj"] if config.fused_checkpoint else [f"{name}.{p}_proj" for p in "qkv"]
-        self.qkv = linears.one(*_read(tensors, parts, bias=config.qkv_bias))
-        self.out = linears.one(*_read(tensors, [f"{name}.o_proj"], bias=config.output_bias))
+        name = f"model.layers.{index}.self_attn"
+        self.qkv = linears.one(tensors, qkv)
+        self.out = linears.one(tensors, out)
         self.q_norm = _Norm(tensors, f"{name}.q_norm", config) if config.qk_norm else None
         self.k_norm = _Norm(tensors, f"{name}.k_norm", config) if config.qk_norm else None
         self.params = AttentionParams(config.attention_scale, layer.window, config.attention_softcap)
@@ -107,14 +133,13 @@ class _Attention:
 
 
 class _Layer:
-    def __init__(self, tensors: Tensors, config: DecoderConfig, index: int, linears: TorchLinears) -> None:
+    def __init__(self, tensors: Weights, config: DecoderConfig, index: int, linears: Linears) -> None:
         layer = config.layers[index]
         name = f"model.layers.{index}"
+        qkv, out, *mlp = layer_matrices(config, index)  # mlp: of a dense layer alone
         self.rope = layer.rope
-        self.attention = _Attention(tensors, f"{name}.self_attn", config, layer, index, linears)
-        self.mlp = (
-            Experts.load(tensors, name, config, layer.moe) if layer.moe else _Mlp(tensors, f"{name}.mlp", config, linears)
-        )
+        self.attention = _Attention(tensors, config, layer, index, qkv, out, linears)
+        self.mlp = Experts.load(tensors, name, config, layer.moe) if layer.moe else _Mlp(tensors, config, mlp, linears)
         self.before_attention = _Norm(tensors, f"{name}.input_layernorm", config)
         between = "post_attention_layernorm"
         self.after_attention = self.after_mlp = None
@@ -131,24 +156,25 @@ class Decoder(CausalModel):
     def __init__(
         self,
         config: DecoderConfig,
-        tensors: Tensors,
+        tensors: Weights,
         dtype: torch.dtype,
         device: torch.device,
-        linears: TorchLinears | None = None,
+        linears: Linears | None = None,
     ) -> None:
-        linears = linears or TorchLinears()
+        linears = linears or TorchLinears(dtype)
+        tensors = linears.source(tensors)
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.embedding = tensors.get("model.embed_tokens.weight")
         self.embed_scale = None if config.embed_scale is None else torch.tensor(config.embed_scale).to(device, dtype)
         self.layers = [_Layer(tensors, config, i, linears) for i in range(len(config.layers))]
         self.norm = _Norm(tensors, "model.norm", config)
-        self.head = linears.one([self.embedding if config.tied else tensors.get("lm_head.weight")], [])
+        self.head = linears.one(tensors, outer_matrix(config, EMBEDDING if config.tied else HEAD))
+        self.embedding = linears.embedding(tensors, f"{EMBEDDING}.weight", self.head if config.tied else None)
         self._tables: dict[RopeConfig, RopeTable] = {
             layer.rope: RopeTable(inverse_frequencies(layer.rope), device) for layer in config.layers if layer.rope
         }
-        self.spec = spec(config, dtype)
+        self.spec = spec(config, dtype, linears)
 
     def kv_layout(self, block_size: int) -> KVLayout:
         n = len(self.layers)
@@ -156,7 +182,7 @@ class Decoder(CausalModel):
         return KVLayout(n, heads, dims, block_size, self.dtype, self.device)
 
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
-        x = self.embedding[batch.token_ids]
+        x = self.embedding(batch.token_ids)
         if self.embed_scale is not None:
             x = x * self.embed_scale
         length = max(batch.attention.context_len)
@@ -174,18 +200,21 @@ class Decoder(CausalModel):
         return logits if cap is None else softcap(logits, cap)
 
 
-def spec(config: DecoderConfig, dtype: torch.dtype) -> ModelSpec:
-    from .sizing import count_parameters
-
+def spec(config: DecoderConfig, dtype: torch.dtype, linears: Linears) -> ModelSpec:
     count = count_parameters(config)
+    size = weights_bytes(config, str(dtype).removeprefix("torch."), linears)
     return ModelSpec(
         architecture=config.architecture,
         vocab_size=config.vocab_size,
         max_model_len=config.max_model_len,
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
-        weights_bytes=count.total * dtype.itemsize,
+        weights_bytes=size.total,
+        step_bytes=size.step,
+        head_bytes=size.head,
         linear_params=count.per_token,
         head_params=count.head,
         eos_token_ids=config.eos_token_ids,
+        lossless=linears.invariant,
+        lossless_reason="" if linears.invariant else f"matrix products of {type(linears).__name__} are not batch invariant",
     )

@@ -214,6 +214,8 @@ class FallbackModel(CausalModel):
             hidden_size=shape.hidden_size,
             num_heads=shape.num_heads,
             weights_bytes=replaced.parameters * dtype.itemsize,
+            step_bytes=replaced.parameters * dtype.itemsize,
+            head_bytes=head_params * dtype.itemsize,
             linear_params=replaced.linear_parameters - head_params,
             head_params=head_params,
             eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos or ()),

@@ -78,6 +78,10 @@ SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+PERMUTED = {"attn_q": "q_proj", "attn_k": "k_proj"}
+IGNORED = "rope_f"
+"""Beginning of names of tensors that are read into the config, not as weights."""
+STACKED = "{expert}"
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 
 
@@ -212,36 +216,40 @@ def read_tensors(reader: gguf.GGUFReader, name: str) -> Iterator[tuple[str, torc
 
     arch = _value(reader, "general.architecture")
     heads = {
-        "attn_q": _value(reader, f"{arch}.attention.head_count"),
-        "attn_k": _value(reader, f"{arch}.attention.head_count_kv"),
+        "q_proj": _value(reader, f"{arch}.attention.head_count"),
+        "k_proj": _value(reader, f"{arch}.attention.head_count_kv"),
     }
     for tensor in reader.tensors:
-        if tensor.name.startswith("rope_f"):
+        if tensor.name.startswith(IGNORED):
             continue
         try:
             value = dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError:
             raise ModelError(f"{name} can't be run: GGUF type {tensor.tensor_type.name} is not supported") from None
-        part = tensor.name.split(".")[-2]
-        if arch == "llama" and part in heads:
-            value = _unpermute(value, heads[part])
-        if arch.startswith("gemma") and part.endswith("norm"):
-            value = value - 1.0
-        hf_name = _name(tensor.name, arch, name)
-        stacked = "{expert}" in hf_name
+        value = from_file(value, tensor.name, arch, heads)
+        named = hf_name(tensor.name, arch, name)
+        stacked = STACKED in named
         for expert, one in enumerate(value if stacked else [value]):
             owned = np.require(one, np.float32, ["C", "W"])  # float32 tensors come as a read-only map of the file
-            yield hf_name.replace("{expert}", str(expert)), torch.from_numpy(owned)
+            yield named.replace(STACKED, str(expert)), torch.from_numpy(owned)
 
 
-def _unpermute(value: np.ndarray, heads: int) -> np.ndarray:
+def from_file(value: np.ndarray, name: str, arch: str, heads: dict[str, int]) -> np.ndarray:
+    """A dequantised tensor as Hugging Face's checkpoint has it. name: the file's; heads: of "q_proj" and "k_proj"."""
+    part = name.split(".")[-2]
+    if arch == "llama" and part in PERMUTED:
+        return unpermute(value, heads[PERMUTED[part]])
+    return value - 1.0 if arch.startswith("gemma") and part.endswith("norm") else value
+
+
+def unpermute(value: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head from (pair, half) order back to (half, pair) order."""
     pairs = value.reshape(heads, value.shape[0] // heads // 2, 2, *value.shape[1:])
     return pairs.swapaxes(1, 2).reshape(value.shape)
 
 
-def _name(gguf_name: str, arch: str, model: str) -> str:
-    """The tensor's Hugging Face name, with "{expert}" in it when the tensor stacks all experts."""
+def hf_name(gguf_name: str, arch: str, model: str) -> str:
+    """The tensor's Hugging Face name, with STACKED in it when the tensor holds all experts. ModelError for one that nobody knows."""
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", gguf_name)
     if block is None:
         stem, _, kind = gguf_name.rpartition(".")
@@ -255,7 +263,7 @@ def _name(gguf_name: str, arch: str, model: str) -> str:
         if part in table:
             return f"model.layers.{layer}.{table[part]}.{kind}"
         if part in EXPERTS:
-            return f"model.layers.{layer}.mlp.experts.{{expert}}.{EXPERTS[part]}.{kind}"
+            return f"model.layers.{layer}.mlp.experts.{STACKED}.{EXPERTS[part]}.{kind}"
     raise ModelError(f"{model} can't be run: unknown tensor {gguf_name}")
 
 

@@ -11,11 +11,14 @@ import torch
 from ..errors import ModelError
 from .decoder import Decoder
 from .families import decoder_config
+from .linears import ModelToLoad
 from .sizing import resolve_dtype, weight_files
 
 if TYPE_CHECKING:
     from .base import CausalModel
     from .config import DecoderConfig
+    from .gguf_packed import PackedFile
+    from .linears import ChooseLinears, Linears, PackedMatrix, Stored
     from .resolve import ResolvedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,42 +29,100 @@ IGNORED = ("rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 log = structlog.get_logger(__name__)
 
 
-def load(resolved: ResolvedModel, dtype: str = "auto", device: str = "cpu", kernels: Kernels = "auto") -> CausalModel:
+def load(
+    resolved: ResolvedModel,
+    dtype: str = "auto",
+    device: str = "cpu",
+    kernels: Kernels = "auto",
+    choose: ChooseLinears | None = None,
+) -> CausalModel:
     """The model with its weights; dtype is "auto", "float32" or "bfloat16". Raises ModelError, naming model and reason.
 
-    kernels: "cpu" raises where the C++ kernels can't run the model, "auto" takes torch there. The log says which it became."""
-    chosen, where = DTYPES[resolve_dtype(resolved, dtype)], torch.device(device)
-    config = decoder_config(resolved.config, resolved.name)
-    if config is None:
-        _log_kernels(resolved, kernels, "it runs through transformers")
+    kernels: "cpu" raises where the C++ kernels can't run the model, "auto" takes torch there. The log says which it became. choose:
+    who makes the matrix products; None, or its None: core."""
+    model = describe(resolved, dtype, device, kernels)
+    linears = choose(model) if choose else None
+    chosen, where = DTYPES[model.dtype], torch.device(device)
+    if model.config is None:
+        if linears is not None:
+            raise ModelError(f"{model.name} can't be run with other matrix products than its own: {model.no_cpu_kernels}")
+        _log_kernels(resolved, kernels, model.no_cpu_kernels)
         from .fallback import load_fallback
 
         return load_fallback(resolved, chosen, where)
-    return load_decoder(resolved, config, chosen, where, kernels)
+    return _load_decoder(resolved, model.config, chosen, where, kernels, model.no_cpu_kernels, linears)
+
+
+def describe(resolved: ResolvedModel, dtype: str = "auto", device: str = "cpu", kernels: Kernels = "auto") -> ModelToLoad:
+    """What the holder of the slot "quantization" is asked about. Reads no weights."""
+    name = resolve_dtype(resolved, dtype)
+    config = decoder_config(resolved.config, resolved.name)
+    return ModelToLoad(
+        name=resolved.name,
+        config=config,
+        dtype=name,
+        no_cpu_kernels=_no_cpu_kernels(config, DTYPES[name], device, kernels),
+        read_formats=None if resolved.gguf is None else lambda: _formats(resolved),
+    )
+
+
+def _formats(resolved: ResolvedModel) -> dict[str, Stored]:
+    from .gguf_packed import PackedFile
+
+    return PackedFile(resolved).stored()
+
+
+def _no_cpu_kernels(config: DecoderConfig | None, dtype: torch.dtype, device: str, kernels: Kernels) -> str:
+    if config is None:
+        return "it runs through transformers"
+    if kernels == "torch":
+        return "model.kernels is torch"
+    from .cpu_decoder import unsupported
+
+    return unsupported(config, dtype, torch.device(device))
 
 
 def load_decoder(
     resolved: ResolvedModel, config: DecoderConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels = "torch"
 ) -> Decoder:
+    return _load_decoder(resolved, config, dtype, device, kernels, _no_cpu_kernels(config, dtype, device.type, kernels), None)
+
+
+def _load_decoder(
+    resolved: ResolvedModel,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    reason: str,
+    linears: Linears | None,
+) -> Decoder:
     make = Decoder
-    reason = "model.kernels is torch"
-    if kernels != "torch":
-        from .cpu_decoder import CpuDecoder, unsupported
+    if linears is not None and not linears.fused and not reason:
+        reason = "the plugin's matrix products are not theirs"
+    if not reason:
+        from .cpu_decoder import CpuDecoder
 
-        reason = unsupported(config, dtype, device)
-        if not reason:
-            make = CpuDecoder
+        make = CpuDecoder
     _log_kernels(resolved, kernels, reason)
-    if resolved.gguf is not None:
-        from .gguf_file import weights
-
-        files = [weights(resolved.gguf, dtype)]
-    else:
-        files = weight_files(resolved.path)
-    checkpoint = Checkpoint(files, resolved.name, dtype, device)
-    model = make(config, checkpoint, dtype, device)
+    checkpoint = _open(resolved, dtype, device, linears)
+    model = make(config, checkpoint, dtype, device, linears)
     checkpoint.check_all_read(tied=config.tied)
     return model
+
+
+def _open(
+    resolved: ResolvedModel, dtype: torch.dtype, device: torch.device, linears: Linears | None
+) -> Checkpoint | PackedFile:
+    if resolved.gguf is None:
+        return Checkpoint(weight_files(resolved.path), resolved.name, dtype, device)
+    if linears is not None and linears.reads_packed:
+        from .gguf_packed import PackedFile
+
+        return PackedFile(resolved, dtype)
+    from .gguf_file import weights
+
+    return Checkpoint([weights(resolved.gguf, dtype)], resolved.name, dtype, device)
 
 
 def _log_kernels(resolved: ResolvedModel, kernels: Kernels, reason: str) -> None:
@@ -105,8 +166,15 @@ class Checkpoint:
             raise ModelError(f"{self._name} can't be loaded: tensor {name} is {tensor.dtype}, not floating point")
         return tensor.to(self._device, self._dtype)
 
+    def packed(self, name: str) -> PackedMatrix:
+        raise ModelError(f"{self._name} can't be loaded: {name} was asked for packed, but is not read from a GGUF file")
+
     def check_all_read(self, *, tied: bool) -> None:
         """ModelError when a tensor was left over: the checkpoint holds something that would be ignored in silence."""
-        left = {n for n in self._unread if not n.endswith(IGNORED) and not (tied and n == "lm_head.weight")}
-        if left:
-            raise ModelError(f"{self._name} can't be run: its checkpoint holds {min(left)} ({len(left)} tensors unknown to us)")
+        check_all_read(self._unread, self._name, tied=tied)
+
+
+def check_all_read(unread: set[str], model: str, *, tied: bool) -> None:
+    left = {n for n in unread if not n.endswith(IGNORED) and not (tied and n == "lm_head.weight")}
+    if left:
+        raise ModelError(f"{model} can't be run: its checkpoint holds {min(left)} ({len(left)} tensors unknown to us)")

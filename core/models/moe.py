@@ -11,7 +11,7 @@ from ...kernels.torch_ops.linear import TiledLinear
 
 if TYPE_CHECKING:
     from .config import DecoderConfig, MoeConfig
-    from .decoder import Tensors
+    from .linears import Weights
 
 TILE = 32
 """Rows that are routed together, padded: softmax and top-k of a fixed shape give a row the same bits wherever it stands."""
@@ -30,7 +30,7 @@ class Experts:
         self.activate = silu_mul if activation == "silu" else gelu_tanh_mul
 
     @classmethod
-    def load(cls, tensors: Tensors, layer: str, config: DecoderConfig, moe: MoeConfig) -> Experts:
+    def load(cls, tensors: Weights, layer: str, config: DecoderConfig, moe: MoeConfig) -> Experts:
         block = f"{layer}.block_sparse_moe" if config.family == "mixtral" else f"{layer}.mlp"
         gate, down, up = ("w1", "w2", "w3") if config.family == "mixtral" else ("gate_proj", "down_proj", "up_proj")
         gate_up, downs = [], []

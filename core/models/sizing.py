@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ModelError
 from .families import decoder_config
+from .linears import Matrix
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ..worker.attention import KVLayout
     from .config import DecoderConfig
+    from .linears import Linears
     from .resolve import ResolvedModel
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,16 @@ class ModelSize:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsBytes:
+    total: int
+    """In memory."""
+    step: int
+    """That a step reads: all but the embedding, whose rows are looked up; the LM head once."""
+    head: int
+    """Of the LM head alone."""
+
+
 def resolve_dtype(resolved: ResolvedModel, dtype: str) -> str:
     """ "float32" or "bfloat16" for the setting "auto" (or either of them): the checkpoint's own, float16 becomes float32, GGUF bfloat16."""
     if dtype != "auto":
@@ -47,18 +64,76 @@ def resolve_dtype(resolved: ResolvedModel, dtype: str) -> str:
     return "bfloat16" if own == "bfloat16" else "float32"
 
 
-def model_size(resolved: ResolvedModel, dtype: str) -> ModelSize:
-    """What the model takes at a dtype setting. Reads config.json and the heads of the safetensors files, no weights."""
+def model_size(resolved: ResolvedModel, dtype: str, linears: Linears | None = None) -> ModelSize:
+    """What the model takes at a dtype setting, with the slot "quantization" held by `linears`; K/V as the model alone has it. Reads
+    config.json and the heads of the safetensors files, no weights."""
     name = resolve_dtype(resolved, dtype)
     item = ITEM_BYTES[name]
     config = decoder_config(resolved.config, resolved.name)
     if config is not None:
-        return ModelSize(name, count_parameters(config).total * item, config.kv_values_per_token * item, config.max_model_len)
+        total = count_parameters(config).total * item if linears is None else weights_bytes(config, name, linears).total
+        return ModelSize(name, total, config.kv_values_per_token * item, config.max_model_len)
     from .fallback import plain_shape
 
     shape = plain_shape(resolved)
     values = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     return ModelSize(name, header_parameters(resolved.path) * item, values * item, shape.max_model_len)
+
+
+def layer_matrices(config: DecoderConfig, index: int) -> Iterator[Matrix]:
+    """A layer's products: Q, K and V; output; and, in a dense one, gate and up; down."""
+    h, name = config.hidden_size, f"model.layers.{index}"
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    fused, wide = config.fused_checkpoint, config.intermediate_size
+    qkv = (f"{attention}.qkv_proj",) if fused else tuple(f"{attention}.{part}_proj" for part in "qkv")
+    yield Matrix(qkv, config.qkv_size, h, config.qkv_bias)
+    yield Matrix((f"{attention}.o_proj",), h, config.num_heads * config.head_dim, config.output_bias)
+    if config.layers[index].moe is None:
+        gate_up = (f"{mlp}.gate_up_proj",) if fused else (f"{mlp}.gate_proj", f"{mlp}.up_proj")
+        yield Matrix(gate_up, 2 * wide, h, config.mlp_bias)
+        yield Matrix((f"{mlp}.down_proj",), h, wide, config.mlp_bias)
+
+
+def matrices(config: DecoderConfig) -> Iterator[Matrix]:
+    """All products of the decoder, the LM head last. A mixture's experts are not among them."""
+    for index in range(len(config.layers)):
+        yield from layer_matrices(config, index)
+    yield outer_matrix(config, EMBEDDING if config.tied else HEAD)
+
+
+def outer_matrix(config: DecoderConfig, name: str) -> Matrix:
+    """The LM head or the embedding."""
+    return Matrix((name,), config.vocab_size, config.hidden_size)
+
+
+def weights_bytes(config: DecoderConfig, dtype: str, linears: Linears) -> WeightsBytes:
+    """With products made by `linears`; norms, and a mixture's experts and routers, are of the model's dtype."""
+    item = ITEM_BYTES[dtype]
+    embedding = outer_matrix(config, EMBEDDING)
+    head = linears.nbytes(embedding if config.tied else outer_matrix(config, HEAD))
+    products = [matrix for i in range(len(config.layers)) for matrix in layer_matrices(config, i)]
+    count = count_parameters(config)
+    others = count.total - sum(m.weights + m.rows * m.bias for m in products) - count.head * (1 if config.tied else 2)
+    step = sum(map(linears.nbytes, products)) + others * item + head
+    return WeightsBytes(step + linears.embedding_bytes(embedding, tied=config.tied), step, head)
+
+
+def plain_layout(resolved: ResolvedModel, dtype: str, device: str, block_size: int) -> KVLayout:
+    """K/V as the model alone has it. Imports torch."""
+    import torch
+
+    from ..worker.attention import KVLayout
+
+    config = decoder_config(resolved.config, resolved.name)
+    if config is not None:
+        layers, heads, dim = len(config.layers), config.num_kv_heads, config.head_dim
+    else:
+        from .fallback import plain_shape
+
+        shape = plain_shape(resolved)
+        layers, heads, dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    kind = getattr(torch, resolve_dtype(resolved, dtype))
+    return KVLayout(layers, (heads,) * layers, (dim,) * layers, block_size, kind, torch.device(device))
 
 
 def count_parameters(config: DecoderConfig) -> ParameterCount:

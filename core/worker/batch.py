@@ -57,8 +57,7 @@ def build(runs: Sequence[Run], layout: KVLayout) -> ForwardBatch:
 
 def bytes_moved(runs: Sequence[Run], layout: KVLayout, spec: ModelSpec, head_calls: int) -> int:
     """Weights once (the LM head as often as it was called), K/V of each context read once and of each new token written once."""
-    head = spec.head_params * layout.dtype.itemsize
-    weights = spec.weights_bytes + (head_calls - 1) * head
+    weights = spec.step_bytes + (head_calls - 1) * spec.head_bytes
     return weights + layout.bytes_per_token * sum(run.request.computed + 2 * run.n for run in runs)
 
 

@@ -19,6 +19,7 @@ class CpuAttention(AttentionBackend):
 
     name: ClassVar[str] = "cpu"
     invariant: ClassVar[bool] = True
+    quantized_kv: ClassVar[bool] = True
 
     def __init__(self) -> None:
         """Takes torch's thread count. Raises RuntimeError when there is no library."""

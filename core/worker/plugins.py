@@ -8,12 +8,15 @@ import structlog
 
 from ..errors import TokenbusError, plain_text
 from ..host import HookTable, Impl, PluginHost
+from ..models.slot import choose_layout, choose_linears
 from ..plan import WorkerRequest
 from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
 from .state import WorkerRequestState
 
 if TYPE_CHECKING:
     import torch
+
+    from ..models.linears import Linears, ModelToLoad
 
 log = structlog.get_logger(__name__)
 
@@ -73,6 +76,13 @@ class WorkerPlugins:
         if self.host.loaded.keys() - self.features:
             self.host.release_unused(self.features.union(*self._of_request.values()))
 
+    def linears(self, model: ModelToLoad) -> Linears | None:
+        """Who makes the model's matrix products; see `slot.choose_linears`."""
+        return choose_linears(self.host, self.features, model)
+
+    def kv_layout(self, model: str, layout: KVLayout) -> KVLayout:
+        return choose_layout(self.host, self.features, model, layout)
+
     def attention(self, layout: KVLayout) -> AttentionBackend:
         """The slot's backend; core's torch backend when the slot is empty, or its holder can't serve or raises (with a loud log). A
         plugin's backend that raises in a step raises PluginError."""
@@ -90,6 +100,10 @@ class WorkerPlugins:
             except TokenbusError as error:
                 log.exception("attention_backend_failed", plugin=holder)
                 self.slot_error = error
+                return None
+            if backend is not None and layout.quantized and not backend.quantized_kv:
+                self.slot_error = impl.failure(f"{backend.name!r} can't read the int8 K/V cache that another plugin asks for")
+                log.error("attention_backend_refused", plugin=holder, error=self.slot_error.message)
                 return None
             if backend is not None:
                 return GuardedAttention(backend, impl)

@@ -25,6 +25,7 @@ from ..errors import ErrorInfo, PluginError, TokenbusError, WorkerError, plain_t
 from ..host import PluginHost
 from ..kv.sizing import free_memory
 from ..models.base import CausalModel, KVCache
+from ..models.linears import ChooseLinears
 from ..plan import Kernels, StepInput, StepResult, TokenLogprobs, WorkerRequest
 from . import batch
 from .attention import AttentionBackend, KVLayout
@@ -43,16 +44,16 @@ SAMPLE_TILE = 128
 ALIGNMENT = 64
 """Bytes; a cache line and an AVX-512 register."""
 
-ModelLoader = Callable[[Config], tuple[str, CausalModel]]
+ModelLoader = Callable[[Config, ChooseLinears], tuple[str, CausalModel]]
 """Gives the model's name and the loaded model; raises ModelError."""
 
 
-def load_model(config: Config) -> tuple[str, CausalModel]:
+def load_model(config: Config, choose: ChooseLinears) -> tuple[str, CausalModel]:
     from ..models.loader import load
     from ..models.resolve import resolve
 
     resolved = resolve(config.model.model)
-    return resolved.name, load(resolved, config.model.dtype, config.model.device, config.model.kernels)
+    return resolved.name, load(resolved, config.model.dtype, config.model.device, config.model.kernels, choose)
 
 
 class ModelRunner:
@@ -91,10 +92,10 @@ class ModelRunner:
         torch.set_num_threads(self.config.model.threads or available_cores())
         self.plugins.start()
         plugins_done = time.perf_counter()
-        name, model = self._loader(self.config)
+        name, model = self._loader(self.config, self.plugins.linears)
         weights_done = time.perf_counter()
         self._model = model
-        self._layout = layout = model.kv_layout(self.config.cache.block_size)
+        self._layout = layout = self.plugins.kv_layout(name, model.kv_layout(self.config.cache.block_size))
         lossless, reason = self._lossless(model, layout)
         attention = self.plugins.attention(layout)
         self._told_attention = attention if self.plugins.slot_error is None else None  # None: the first step tells

@@ -16,6 +16,7 @@ class TorchAttention(AttentionBackend):
 
     name: ClassVar[str] = "torch"
     invariant: ClassVar[bool] = True
+    quantized_kv: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._scratch = Scratch()

@@ -61,9 +61,15 @@ class Outcome:
 class Stand:
     """One model on one kernel set; `run` plays a list of asks under given switches and sizes."""
 
-    def __init__(self, model: str, kernels: Literal["cpu", "torch"]) -> None:
-        config = Config(model=ModelConfig(model=model, dtype="float32", max_model_len=512, kernels=kernels))
-        self.enable = (f"attention.{kernels}",)
+    def __init__(
+        self,
+        model: str,
+        kernels: Literal["cpu", "torch"],
+        enable: tuple[str, ...] = (),
+        dtype: Literal["float32", "bfloat16"] = "float32",
+    ) -> None:
+        config = Config(model=ModelConfig(model=model, dtype=dtype, max_model_len=512, kernels=kernels))
+        self.enable = (f"attention.{kernels}", *enable)
         self.names = _host("engine", {}).start_switches(enable=self.enable).names()
         self.runner = ModelRunner(config, self.names, _host("worker", {}))
         self.info = self.runner.load()

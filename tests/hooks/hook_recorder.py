@@ -101,6 +101,11 @@ class Recorder(_Noting):
         self.note("step_finished")
 
     @hookimpl
+    def kv_layout(self, layout):
+        self.note("kv_layout")
+        assert layout.num_layers == len(layout.head_dim)
+
+    @hookimpl
     def worker_request_added(self, request):
         self.note("worker_request_added")
 
@@ -139,8 +144,33 @@ class RecorderAttention(_Noting):
         return TorchAttention()
 
 
+class RecorderProducts(_Noting):
+    """Core's own matrix products, under another name."""
+
+    info = PluginInfo(name="recorder.products", summary="notes its calls", scope="engine", lossless=True, slot="quantization")
+
+    @hookimpl
+    def quantization(self, model):
+        import torch
+
+        from tokenbus.core.models.cpu_linears import CpuLinears
+        from tokenbus.core.models.decoder import TorchLinears
+
+        self.note("quantization")
+        made = TorchLinears if model.no_cpu_kernels else CpuLinears
+        return made(getattr(torch, model.dtype))
+
+
 ACTOR = {
     "front": {"front_started", "front_stopped", "http_routes", "check_fields", "text_filter"},
-    "worker": {"attention_backend", "worker_request_added", "adjust_logits", "filter_logits", "token_logprobs"},
+    "worker": {
+        "quantization",
+        "kv_layout",
+        "attention_backend",
+        "worker_request_added",
+        "adjust_logits",
+        "filter_logits",
+        "token_logprobs",
+    },
 }
 ACTOR["engine"] = set(HOOK_NAMES) - ACTOR["front"] - ACTOR["worker"]

@@ -16,7 +16,7 @@ from tokenbus.core import hooks
 from tokenbus.core.errors import FeatureOffError
 from tokenbus.core.host import HOOK_NAMES
 
-PLUGINS = ("recorder", "recorder.policy", "recorder.attention")
+PLUGINS = ("recorder", "recorder.policy", "recorder.attention", "recorder.products")
 ONLY_OVER_HTTP = {"http_routes"}
 """Covered by tests/api, with a server."""
 
@@ -26,7 +26,12 @@ def noted(tmp_path_factory):
     path = tmp_path_factory.mktemp("hooks") / "noted.txt"
     path.touch()
     settings = {name: {"path": str(path)} for name in PLUGINS}
-    load = ("hook_recorder:Recorder", "hook_recorder:RecorderPolicy", "hook_recorder:RecorderAttention")
+    load = (
+        "hook_recorder:Recorder",
+        "hook_recorder:RecorderPolicy",
+        "hook_recorder:RecorderAttention",
+        "hook_recorder:RecorderProducts",
+    )
     with LLM("demo", dtype="float32", max_model_len=256, num_blocks=8, load=load, enable=PLUGINS, plugins=settings) as llm:
         plain = llm.generate("One two three four", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
         before = path.read_text(encoding="utf-8").splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import warnings
 from pathlib import Path
@@ -135,13 +136,19 @@ class Paged:
     """Runs sequences over a paged cache with shuffled blocks, as the runner would. Returns logits of every row."""
 
     def __init__(
-        self, model: CausalModel, num_blocks: int = 256, block_size: int = 4, backend: AttentionBackend | None = None
+        self,
+        model: CausalModel,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        backend: AttentionBackend | None = None,
+        *,
+        quantized: bool = False,
     ) -> None:
         self.model = model
         self.size = block_size
-        layout = model.kv_layout(block_size)
-        shapes = [(num_blocks, block_size, h, d) for h, d in zip(layout.num_kv_heads, layout.head_dim, strict=True)]
-        self.kv = KVCache(*([torch.zeros(s, dtype=layout.dtype) for s in shapes] for _ in range(2)))
+        layout = dataclasses.replace(model.kv_layout(block_size), quantized=quantized)
+        dtype = torch.int8 if quantized else layout.dtype
+        self.kv = KVCache(*([torch.zeros(s, dtype=dtype) for s in layout.shapes(num_blocks)] for _ in range(2)))
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
         self.tables: dict[Any, list[int]] = {}
         self.lengths: dict[Any, int] = {}

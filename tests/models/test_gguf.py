@@ -35,8 +35,10 @@ class InMemory:
         self.get = tensors.__getitem__
 
 
-def write_gguf(path: Path, arch: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """What llama.cpp's converter writes: Q and K rows of llama as (pair, half), gemma norms plus 1, experts stacked."""
+def write_gguf(path: Path, arch: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], pack: Any = None) -> None:
+    """What llama.cpp's converter writes: Q and K rows of llama as (pair, half), gemma norms plus 1, experts stacked.
+
+    pack: (name, array) -> (array as it is stored, its GGUF type or None), of tensors of two dimensions."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -66,7 +68,11 @@ def write_gguf(path: Path, arch: str, config: dict[str, Any], tensors: dict[str,
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     for name, value in gguf_tensors(arch, config, tensors).items():
-        writer.add_tensor(name, value)
+        if pack is None or value.ndim != 2:
+            writer.add_tensor(name, value)
+        else:
+            stored, kind = pack(name, value)
+            writer.add_tensor(name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,6 +11,7 @@ import pytest
 from tokenbus import LLM, SamplingParams, TokenbusError
 from tokenbus.core.errors import ConfigError, ContextLengthError, FieldError, ModelError
 from tokenbus.core.offline import _as_prompts, _config
+from tokenbus.kernels.cpu import lib
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
@@ -173,6 +174,18 @@ def test_plan_memory_command_loads_no_weights():
     assert plan["weights_bytes"] == pytest.approx(134_515_008 * 4, rel=1e-3)
     text = command("plan-memory")
     assert all(word in text.stdout for word in ("weights", "KV per token", "longest request", "concurrency"))
+
+
+@pytest.mark.skipif(lib.load() is None, reason="no compiler")
+def test_plan_memory_counts_what_plugins_change():
+    done = command("plan-memory", "--json", "--enable", "quantization.gguf", "--enable", "quantization.kv_int8")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["kv_bytes_per_token"] == 30 * 2 * 3 * (64 + 4)
+    assert plan["weights_bytes"] == pytest.approx(106_203_456 * 20 / 32 + 28_311_552 * 34 / 32, rel=1e-2)
+    refused = command("plan-memory", "--enable", "quantization.int8", "--kernels", "torch")
+    assert refused.returncode == 1
+    assert "can't be run with quantization.int8: it needs the C++ kernels, and model.kernels is torch" in refused.stderr
 
 
 def test_wrong_command_lines():

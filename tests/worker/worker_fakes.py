@@ -42,6 +42,8 @@ class FakeModel(CausalModel):
         hidden_size=1,
         num_heads=2,
         weights_bytes=1000,
+        step_bytes=1000,
+        head_bytes=200,
         linear_params=200,
         head_params=50,
         eos_token_ids=(0,),
@@ -160,7 +162,7 @@ def make_runner(settings: Config, features: tuple[str, ...], host: PluginHost | 
     host = host or make_host("worker", settings)
     for plugin in PLUGINS:
         host.add(plugin)
-    return ModelRunner(settings, features, host, loader=lambda _: ("fake", model or FakeModel()))
+    return ModelRunner(settings, features, host, loader=lambda *_: ("fake", model or FakeModel()))
 
 
 def loaded(features: tuple[str, ...] = ALL, model: FakeModel | None = None, **sections: Any) -> ModelRunner:

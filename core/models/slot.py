@@ -1,0 +1,48 @@
+"""Asks the plugins that are on what becomes of a model: who makes its matrix products, how its K/V is stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import ModelError, PluginError, PluginLoadError
+from .linears import Refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..host import PluginHost
+    from ..worker.attention import KVLayout
+    from .linears import Linears, ModelToLoad
+
+
+def choose_linears(host: PluginHost, on: Iterable[str], model: ModelToLoad) -> Linears | None:
+    """The answer of the slot "quantization"; None when nobody holds it. The plugins are loaded. ModelError when the holder can't serve
+    the model, PluginLoadError when it raises."""
+    holder = host.holder("quantization", on)
+    if holder is None:
+        return None
+    try:
+        answer = host.table(frozenset({holder})).first("quantization", model=model)
+    except PluginError as error:
+        raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
+    if answer is None or isinstance(answer, Refusal):
+        raise _refused(model.name, holder, "quantization", answer)
+    return answer
+
+
+def choose_layout(host: PluginHost, on: Iterable[str], model: str, layout: KVLayout) -> KVLayout:
+    """The model's K/V layout as the plugins will have it. Raises as `choose_linears` does."""
+    for impl in host.table(frozenset(on)).kv_layout:
+        try:
+            answer = impl(layout=layout)
+        except PluginError as error:
+            raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
+        if isinstance(answer, Refusal):
+            raise _refused(model, impl.plugin, "kv_layout", answer)
+        layout = answer or layout
+    return layout
+
+
+def _refused(model: str, plugin: str, hook: str, answer: Refusal | None) -> ModelError:
+    reason = "it does not say why" if answer is None else answer.reason
+    return ModelError(f"{model} can't be run with {plugin}: {reason}", plugin=plugin, hook=hook)
