@@ -6,13 +6,22 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
 
 
+SCALE_BYTES = 4
+"""Of the float32 at the end of a quantized row."""
+
+
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the paged cache: per layer one K and one V tensor [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Shape of the paged cache: per layer one K and one V tensor [num_blocks, block_size, num_kv_heads, row].
+
+    A row is head_dim values of `dtype`; if quantized, int8 [head_dim + 4]: integers, then the float32 that they are multiplied with,
+    max |x| / 127 of that token and head alone. Raises ConfigError when head_dim is no multiple of 4 then."""
 
     num_layers: int
     num_kv_heads: tuple[int, ...]
@@ -21,11 +30,26 @@ class KVLayout:
     """By layer (of K and V alike)."""
     block_size: int
     dtype: torch.dtype
+    """Of the activations, and of K and V as they are given to attention."""
     device: torch.device
+    quantized: bool = False
+
+    def __post_init__(self) -> None:
+        odd = [d for d in self.head_dim if d % SCALE_BYTES]
+        if self.quantized and odd:
+            raise ConfigError(
+                f"an int8 K/V cache needs a head_dim that is a multiple of {SCALE_BYTES}; this model's is {odd[0]}"
+            )
 
     @property
     def bytes_per_token(self) -> int:
-        return sum(2 * h * d for h, d in zip(self.num_kv_heads, self.head_dim, strict=True)) * self.dtype.itemsize
+        rows = ((d + SCALE_BYTES) if self.quantized else d * self.dtype.itemsize for d in self.head_dim)
+        return sum(2 * heads * row for heads, row in zip(self.num_kv_heads, rows, strict=True))
+
+    def shapes(self, num_blocks: int) -> list[tuple[int, int, int, int]]:
+        """By layer: of its K and of its V tensor, in elements of int8 if quantized, else of `dtype`."""
+        widths = (d + SCALE_BYTES if self.quantized else d for d in self.head_dim)
+        return [(num_blocks, self.block_size, heads, width) for heads, width in zip(self.num_kv_heads, widths, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +109,6 @@ class AttentionBackend(ABC):
         """Write k, v into the cache at `batch.slots`, then attend causally over everything stored.
 
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim] (num_heads is a multiple; head h reads KV head
-        h // (num_heads // num_kv_heads)); caches: [num_blocks, block_size, num_kv_heads, head_dim], written in place.
+        h // (num_heads // num_kv_heads)); caches: as the KVLayout has them (int8 with head_dim + 4 if quantized), written in place.
         Returns [T, num_heads, head_dim] in q's dtype; sums are kept in float32. K/V is read back as stored, the new tokens' included.
         """

@@ -134,9 +134,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Make the K/V tensors: zeros, whose pages the operating system provides as they are first written."""
         layout = self._loaded()[1]
-        shapes = [
-            (num_blocks, layout.block_size, heads, dim) for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
-        ]
+        shapes = layout.shapes(num_blocks)
         self._kv = KVCache([_zeros(s, layout) for s in shapes], [_zeros(s, layout) for s in shapes])
 
     def _loaded(self) -> tuple[CausalModel, KVLayout]:
@@ -339,9 +337,10 @@ class ModelRunner:
 
 
 def _zeros(shape: tuple[int, ...], layout: KVLayout) -> torch.Tensor:
+    dtype = torch.int8 if layout.quantized else layout.dtype
     if layout.device.type != "cpu":
-        return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
-    size = int(np.prod(shape)) * layout.dtype.itemsize
+        return torch.zeros(shape, dtype=dtype, device=layout.device)
+    size = int(np.prod(shape)) * dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)  # calloc: lazily
     offset = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[offset : offset + size]).view(layout.dtype).view(shape)
+    return torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)

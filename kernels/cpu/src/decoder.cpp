@@ -115,7 +115,7 @@ struct Worker {
   // Norm and rotation of q and k, K and V into the cache.
   void place(int l, int first, int end) {
     const tb_decoder_layer& layer = s.decoder->layer[l];
-    const int kv = c.kv_heads * c.head_dim, all = c.heads + c.kv_heads;
+    const int all = c.heads + c.kv_heads;
     for (int t = first; t < end; t++) {
       char* row = s.qkv + (size_t)t * (all + c.kv_heads) * c.head_dim * item;
       for (int h = 0; h < all; h++) {
@@ -129,9 +129,8 @@ struct Worker {
         }
       }
       const char* k = row + c.heads * c.head_dim * item;
-      const size_t slot = s.args->batch.slots[t] * kv * item;
-      memcpy((char*)s.args->k[l] + slot, k, kv * item);
-      memcpy((char*)s.args->v[l] + slot, k + kv * item, kv * item);
+      const char* v = k + c.kv_heads * c.head_dim * item;
+      tb_store_kv(&s.decoder->heads[l], s.args->batch.slots[t], k, v, s.args->k[l], s.args->v[l]);
     }
     if (first == 0) {
       tb_attention_plan_reset(&s.decoder->plan[s.decoder->plan_of[l]]);
@@ -269,6 +268,10 @@ tb_decoder* tb_decoder_create(const tb_decoder_config* config) {
     while (d->layer[d->plan_of[l]].window != d->layer[l].window) d->plan_of[l]++;
   }
   return d;
+}
+
+void tb_decoder_set_kv(tb_decoder* d, int kv_dtype) {
+  for (int l = 0; l < d->config.layers; l++) d->heads[l].kv_dtype = kv_dtype;
 }
 
 void tb_decoder_free(tb_decoder* d) {
