@@ -10,6 +10,7 @@ A full mailbox makes the reader stop reading, and so, in the end, the front wait
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import deque
@@ -97,6 +98,8 @@ class EngineCore:
         self._stopping = False
         self._step_id = 0
         self._step_began: float | None = None
+        self._output: StepOutput | None = None
+        """The last step's: it goes out once the next step computes, or ahead of any other message."""
 
     async def run(self) -> bool:
         """Serve until the front says Shutdown (True) or is gone (False). After an error that is the engine's own, a Failed message is sent
@@ -132,16 +135,19 @@ class EngineCore:
             plan, order = planned
             bus.publish(plan)
             self._step_id, self._step_began = plan.step_id, time.monotonic()
+            step = asyncio.ensure_future(self._worker.execute(order))
+            await anyio.lowlevel.checkpoint()  # the worker has its order now, and the rest is done while it computes
+            await self._send(None)
             try:
-                result = await self._worker.execute(order)
+                result = await step
             except (WorkerError, PluginError) as error:
-                output = self._step_failed(plan, order, error)
+                self._output = self._step_failed(plan, order, error)
             else:
                 self._switchboard.step_done(order, result)
-                output = scheduler.update(plan, result, time.time(), time.monotonic() - self._step_began)
+                self._output = scheduler.update(plan, result, time.time(), time.monotonic() - self._step_began)
                 bus.publish(result)
             self._step_began = None
-            await self._send(output)
+        await self._send(None)
 
     async def _take_in(self) -> bool:
         """Apply everything that waits; without work, first wait for a message or the next deadline. False: stop."""
@@ -193,6 +199,7 @@ class EngineCore:
                 raise WireError("a second Hello")
 
     async def _answer(self, call_id: int, call: Callable[[], Reply]) -> None:
+        await self._send(None)  # what goes wrong below is the answer's fault, not the waiting output's
         try:
             await self._send(call())
         except TokenbusError as error:
@@ -241,10 +248,12 @@ class EngineCore:
     # ---- beside the loop --------------------------------------------------------------------------------------------------------
 
     async def _send(self, message: EngineMessage | None) -> None:
-        if message is None:
-            return
+        """Send the last step's output if it has not gone out yet, then the message."""
+        waiting, self._output = self._output, None
         try:
-            await self._channel.send(message)
+            for one in (waiting, message):
+                if one is not None:
+                    await self._channel.send(one)
         except OSError:
             self._mailbox.close()  # the front is gone; the loop finds out when it takes in
 

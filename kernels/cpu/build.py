@@ -26,7 +26,7 @@ FLAGS = (
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512")
 ISA_FLAGS = {
-    "avx2": ("-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": _AVX512,
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
     "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),

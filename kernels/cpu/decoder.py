@@ -98,14 +98,18 @@ class FusedDecoder:
         self,
         shape: FusedShape,
         layers: Sequence[FusedLayer],
-        embedding: torch.Tensor,
+        embedding: torch.Tensor | None,
         norm: torch.Tensor,
         head: CpuLinear,
     ) -> None:
-        """embedding: [vocabulary, hidden] of shape.dtype, contiguous; norm: float32 [hidden]. Raises RuntimeError without a library."""
+        """embedding: [vocabulary, hidden] of shape.dtype, contiguous; None: the head's rows. norm: float32 [hidden].
+
+        Raises ValueError for gate and up whose outputs aren't at the same place, RuntimeError without a library."""
         library = lib.load()
         if library is None:
             raise RuntimeError(f"the CPU kernels are not available: {lib.unavailable_reason()}")
+        if any(not linear.aligned for layer in layers for linear in (layer.gate, layer.up)):
+            raise ValueError("types of gate or up change within 32 outputs: their columns would not stand beside each other")
         library.declare(SIGNATURES)
         self._c = library.c
         self._kept = (list(layers), embedding, norm, head)
@@ -130,7 +134,7 @@ class FusedDecoder:
             shape.attention_softcap or 0.0,
             shape.logit_softcap or 0.0,
             1.0 if shape.embed_scale is None else shape.embed_scale,
-            embedding.data_ptr(),
+            None if embedding is None else embedding.data_ptr(),
             norm.data_ptr(),
             head.handle,
             structs,

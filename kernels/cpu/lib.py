@@ -21,6 +21,8 @@ DTYPES: dict[DType, int] = {"float32": 0, "bfloat16": 1}
 ISAS = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16")
 """By level: each includes those before it (src/dispatch.h)."""
 TILE_N = 32
+GGUF_FORMATS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 4, "Q5_1": 5, "Q8_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
+"""Types of GGUF's that weights may stay packed in (enum tb_format)."""
 
 TASK = ctypes.CFUNCTYPE(None, c_void_p, c_int, c_int)
 
@@ -37,6 +39,16 @@ SIGNATURES: dict[str, tuple[Sequence[object], object]] = {
         (c_int, c_int, POINTER(c_void_p), POINTER(c_int64), POINTER(c_int64), c_int64, POINTER(c_void_p)),
         c_void_p,
     ),
+    "tb_pack_int8": (
+        (c_int, c_int, c_int, POINTER(c_void_p), POINTER(c_int64), POINTER(c_int64), c_int64, POINTER(c_void_p)),
+        c_void_p,
+    ),
+    "tb_pack_gguf": (
+        (c_int, c_int, POINTER(c_int), POINTER(c_void_p), POINTER(c_int64), POINTER(c_int64), c_int64, POINTER(c_void_p)),
+        c_void_p,
+    ),
+    "tb_gguf_row_bytes": ((c_int, c_int64), c_size_t),
+    "tb_packed_rows": ((c_void_p, c_void_p, c_int, c_int, c_void_p), None),
     "tb_pack_free": ((c_void_p,), None),
     "tb_packed_bytes": ((c_void_p,), c_size_t),
     "tb_linear": ((c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_int, c_int, c_int), None),
@@ -138,15 +150,52 @@ def pack(
 ) -> tuple[int, Callable[[], None]]:
     """Pack matrices [rows, k] into one layer (tb_pack in src/linear.h). blocks: (address, rows, elements between rows) each;
     biases: an address each, 0 for none. Returns the address of its tb_packed, and what frees it. Raises MemoryError."""
-    c = _c()
+    layer = _c().tb_pack(DTYPES[dtype], *_sources(blocks), k, _pointers(biases))
+    return _owned(layer, blocks, k, dtype)
+
+
+def pack_int8(
+    dtype: DType, source: DType, blocks: Sequence[tuple[int, int, int]], k: int, biases: Sequence[int] | None = None
+) -> tuple[int, Callable[[], None]]:
+    """As `pack`, quantising weights of dtype `source` (tb_pack_int8 in src/quant.h). dtype: the activations'; biases: float32."""
+    layer = _c().tb_pack_int8(DTYPES[dtype], DTYPES[source], *_sources(blocks), k, _pointers(biases))
+    return _owned(layer, blocks, k, "int8")
+
+
+def pack_gguf(
+    dtype: DType, types: Sequence[str], blocks: Sequence[tuple[int, int, int]], k: int, biases: Sequence[int] | None = None
+) -> tuple[int, Callable[[], None]]:
+    """As `pack`, of GGUF's blocks (tb_pack_gguf in src/quant.h), one type a matrix; (address, rows, bytes between rows) each."""
+    formats = (c_int * len(types))(*(GGUF_FORMATS[name] for name in types))
+    count, *sources = _sources(blocks)
+    layer = _c().tb_pack_gguf(DTYPES[dtype], count, formats, *sources, k, _pointers(biases))
+    return _owned(layer, blocks, k, "/".join(dict.fromkeys(types)))
+
+
+def gguf_row_bytes(type_name: str, k: int) -> int:
+    """Bytes of a row of k weights; 0 where k is no multiple of the type's block."""
+    return _c().tb_gguf_row_bytes(GGUF_FORMATS[type_name], k)
+
+
+def _sources(blocks: Sequence[tuple[int, int, int]]) -> tuple[int, ctypes.Array, ctypes.Array, ctypes.Array]:
     count = len(blocks)
-    addresses = (c_void_p * count)(*(b[0] for b in blocks))
-    rows, strides = (c_int64 * count)(*(b[1] for b in blocks)), (c_int64 * count)(*(b[2] for b in blocks))
-    bias = None if biases is None else (c_void_p * count)(*biases)
-    handle = c.tb_pack(DTYPES[dtype], count, addresses, rows, strides, k, bias)
+    return (
+        count,
+        (c_void_p * count)(*(b[0] for b in blocks)),
+        (c_int64 * count)(*(b[1] for b in blocks)),
+        (c_int64 * count)(*(b[2] for b in blocks)),
+    )
+
+
+def _pointers(addresses: Sequence[int] | None) -> ctypes.Array | None:
+    return None if addresses is None else (c_void_p * len(addresses))(*addresses)
+
+
+def _owned(handle: int | None, blocks: Sequence[tuple[int, int, int]], k: int, kind: str) -> tuple[int, Callable[[], None]]:
     if not handle:
-        raise MemoryError(f"no memory for a packed layer of {sum(b[1] for b in blocks)} x {k} {dtype}")
-    return handle, lambda: c.tb_pack_free(handle)
+        raise MemoryError(f"no memory for a packed layer of {sum(b[1] for b in blocks)} x {k} {kind}")
+    free = _c().tb_pack_free
+    return handle, lambda: free(handle)
 
 
 def _open(path: Path) -> Library:

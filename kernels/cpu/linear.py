@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -18,7 +18,7 @@ class CpuLinear:
 
     Holds its own copy of weight and bias, packed. `handle` is the address of its tb_packed (src/linear.h), valid while it lives."""
 
-    __slots__ = ("__weakref__", "_c", "dtype", "handle", "in_features", "nbytes", "out_features")
+    __slots__ = ("__weakref__", "_c", "aligned", "dtype", "handle", "in_features", "nbytes", "out_features")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """weight: [out_features, in_features], float32 or bfloat16, bias: [out_features] of its dtype; on the CPU, any strides.
@@ -49,26 +49,46 @@ class CpuLinear:
         )  # fmt: skip
         return y
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ids (int64 [R], each below out_features: not checked) of the matrix as it is stored, [R, in_features] of `dtype`.
+
+        Quantised weights are dequantised in float32 and rounded once."""
+        ids = ids.contiguous()
+        y = torch.empty(ids.shape[0], self.in_features, dtype=self.dtype)
+        self._c.tb_packed_rows(self.handle, ids.data_ptr(), ids.shape[0], lib.DTYPES[DTYPES[self.dtype]], y.data_ptr())
+        return y
+
     def _pack(self, weights: list[torch.Tensor], biases: list[torch.Tensor | None]) -> None:
         dtype = weights[0].dtype
-        _check(weights, biases, dtype)
+        check(weights, biases, dtype)
         self.dtype = dtype
         self.in_features: int = weights[0].shape[1]
         self.out_features: int = sum(w.shape[0] for w in weights)
         sources = [w if w.stride(1) == 1 else w.contiguous() for w in (w.detach() for w in weights)]
         vectors = [None if b is None else b.detach().contiguous() for b in biases]
-        addresses = [0 if v is None else v.data_ptr() for v in vectors] if any(v is not None for v in vectors) else None
+        addresses = addresses_of(vectors)
         blocks = [(w.data_ptr(), w.shape[0], w.stride(0)) for w in sources]
-        self.handle, free = lib.pack(DTYPES[dtype], blocks, self.in_features, addresses)
-        weakref.finalize(self, free)
-        self._c = cast("lib.Library", lib.load()).c
+        self._own(*lib.pack(DTYPES[dtype], blocks, self.in_features, addresses))
         self.nbytes: int = (
             self.out_features * self.in_features + (0 if addresses is None else self.out_features)
         ) * dtype.itemsize
         """Of weight and bias, without the padding of the packed layout."""
 
+    def _own(self, handle: int, free: Callable[[], None]) -> None:
+        self.handle = handle
+        self.aligned = True
+        """Output n is in tile n // 32: no padding between the matrices."""
+        weakref.finalize(self, free)
+        self._c = cast("lib.Library", lib.load()).c
 
-def _check(weights: list[torch.Tensor], biases: list[torch.Tensor | None], dtype: torch.dtype) -> None:
+
+def addresses_of(biases: Sequence[torch.Tensor | None]) -> list[int] | None:
+    """For lib.pack...; None when there are no biases at all. The tensors must outlive the call."""
+    return [0 if b is None else b.data_ptr() for b in biases] if any(b is not None for b in biases) else None
+
+
+def check(weights: list[torch.Tensor], biases: list[torch.Tensor | None], dtype: torch.dtype) -> None:
+    """Raises ValueError unless all are of `dtype`, on the CPU and fit each other."""
     if dtype not in DTYPES:
         raise ValueError(f"packed weights are float32 or bfloat16, not {dtype}")
     if len(biases) != len(weights):

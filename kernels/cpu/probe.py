@@ -10,6 +10,7 @@ from . import lib
 from .attention import FlatBatch, attend
 from .elementwise import gated, rms_norm
 from .linear import CpuLinear
+from .quantized import GgufMatrix, QuantLinear
 
 ROWS = (1, 2, 5, 33)
 LENGTH = 330
@@ -19,7 +20,12 @@ def numerics_probe(dtype: torch.dtype) -> tuple[bool, str]:
     """(True, "") or (False, which operation's rows depend on their batch or the thread count). About 10 ms; keeps the thread count."""
     generator = torch.Generator().manual_seed(0)
     threads = lib.threads()
-    checks = (("linear layer", _linear), ("row functions", _rows), ("attention", _attention))
+    checks = (
+        ("linear layer", _linear),
+        ("quantised linear layer", _quantised),
+        ("row functions", _rows),
+        ("attention", _attention),
+    )
     try:
         for name, check in checks:
             if not check(dtype, generator, threads):
@@ -45,6 +51,20 @@ def _linear(dtype: torch.dtype, generator: torch.Generator, threads: int) -> boo
         if not _alone_and_together(layer, torch.randn(ROWS[-1], inputs, generator=generator).to(dtype), threads):
             return False
     return True
+
+
+def _quantised(dtype: torch.dtype, generator: torch.Generator, threads: int) -> bool:
+    """int8 rows, and the two block layouts that differ most: 8 bits with a scale, 4 bits with super-blocks of scales and minima."""
+    weight = torch.randn(72, 512, generator=generator)
+    layers = [QuantLinear.int8([weight], dtype=dtype)]
+    for name, scales in (("Q8_0", (0,)), ("Q4_K", (0, 2))):
+        size = lib.gguf_row_bytes(name, 256)
+        blocks = torch.randint(0, 256, (72 * 512 // 256, size), dtype=torch.uint8, generator=generator)
+        for at in scales if name == "Q4_K" else range(0, size, 34):
+            blocks[:, at : at + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+        layers.append(QuantLinear.gguf([GgufMatrix(blocks.view(72, -1), name, 512)], dtype=dtype))
+    x = torch.randn(ROWS[-1], 512, generator=generator).to(dtype)
+    return all(_alone_and_together(layer, x, threads) for layer in layers)
 
 
 def _rows(dtype: torch.dtype, generator: torch.Generator, threads: int) -> bool:

@@ -234,6 +234,8 @@ class IdleAlarm:
         self.window = window
         self.alarm = False
         self._gaps: deque[tuple[float, float]] = deque()
+        self._idle = 0.0
+        """Sum of the gaps."""
         self._ended: float | None = None
         self._busy = False
 
@@ -243,6 +245,7 @@ class IdleAlarm:
         if self._ended is not None and self._busy:
             idle = max(0.0, started - self._ended)
             self._gaps.append((started, idle))
+            self._idle += idle
         self._ended = started + duration
         self._busy = busy
         self._judge(self._ended, 0.0)
@@ -255,8 +258,10 @@ class IdleAlarm:
 
     def _judge(self, now: float, open_gap: float) -> None:
         while self._gaps and self._gaps[0][0] < now - self.window:
-            self._gaps.popleft()
-        alarm = sum(gap for _, gap in self._gaps) + open_gap > self.fraction * self.window
+            self._idle -= self._gaps.popleft()[1]
+        if not self._gaps:
+            self._idle = 0.0  # rounding errors end here
+        alarm = self._idle + open_gap > self.fraction * self.window
         if alarm and not self.alarm:
             log.warning("queue_busy_device_idle", window_seconds=self.window, fraction=self.fraction)
         self.alarm = alarm

@@ -138,12 +138,13 @@ async def test_200_cancel_cycles_return_to_the_start():
 async def test_a_deadline_ends_a_request_while_nothing_else_happens():
     gate = Gate()
     async with engine(worker=FakeWorker(before=gate), scheduler=SchedulerConfig(max_running=1)) as e:
-        await e.add(request("a", deadline=time.time() + 0.05, arrival=time.time()))
+        deadline = time.time() + 0.5
+        await e.add(request("a", deadline=deadline, arrival=time.time()))
         await gate.entered.wait()
         await e.add(request("b", max_tokens=1))
         await gate.step()
         await gate.entered.wait()
-        await anyio.sleep(0.06)
+        await anyio.sleep(max(0.0, deadline + 0.01 - time.time()))
         gate.go.set()
         gate.go = anyio.Event()
         gate.go.set()

@@ -123,7 +123,7 @@ def test_flags_follow_the_file_name(sources, monkeypatch):
     flags = {path.name: flags for path, flags in build.units(sources)}
     assert list(flags) == ["linear_avx2.cpp", "linear_avx512bf16.cpp", "linear_scalar.cpp", "tiny.cpp"]
     assert flags["tiny.cpp"] == flags["linear_scalar.cpp"] == build.FLAGS
-    assert flags["linear_avx2.cpp"] == (*build.FLAGS, "-mavx2", "-mfma")
+    assert flags["linear_avx2.cpp"] == (*build.FLAGS, "-mavx2", "-mfma", "-mf16c")
     assert "-mavx512bf16" in flags["linear_avx512bf16.cpp"]
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert [path.name for path, _ in build.units(sources)] == ["linear_scalar.cpp", "tiny.cpp"]

@@ -2,12 +2,23 @@
 
 #include <atomic>
 
+#if defined(TB_X86)
+#include <cpuid.h>
+#endif
+
 namespace {
+
+#if defined(TB_X86)
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 int detect() {
 #if defined(TB_X86)
   __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return TB_SCALAR;
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !has_f16c()) return TB_SCALAR;
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl") ||
       !__builtin_cpu_supports("avx512dq"))
     return TB_AVX2;

@@ -1,8 +1,9 @@
-// One job of the pool a step: every worker runs through the same phases, takes tasks of a phase as long as there are some, and meets
-// the others at its end. With few tokens, what lies between two matrix products (norms, rotation, K/V write) is too little to share:
+// One job of the pool a step: every worker runs through the same phases, takes tasks of a phase as long as there are some, and goes on
+// when all of them are done. A worker that the system held up finds the phases over that the others did without it. With few tokens, what lies between two matrix products (norms, rotation, K/V write) is too little to share:
 // the worker that finishes a phase's last task does it while the others wait.
 #include "decoder.h"
 
+#include <initializer_list>
 #include <math.h>
 #include <new>
 #include <string.h>
@@ -10,6 +11,11 @@
 #include "elementwise.h"
 #include "memory.h"
 #include "pool.h"
+#include "quant.h"
+
+struct alignas(64) Counter {
+  int taken, done;
+};
 
 struct tb_decoder {
   tb_decoder_config config;
@@ -17,19 +23,22 @@ struct tb_decoder {
   tb_attention_plan* plan;  // by layer; layers of one window use the first one's
   int* plan_of;             // by layer
   tb_heads* heads;          // by layer
+  Counter* counters;        // by phase of a step
   char* memory;             // activations
   size_t room;
 };
 
 namespace {
 
-enum { FEW_TOKENS = 4, ROW_PIECE = 128, GLU_SLOT = 3 };
+enum { FEW_TOKENS = 4, STREAMING_TOKENS = 16, BROUGHT = 16 << 10, ROW_PIECE = 128, GLU_SLOT = 3, PHASES_OF_A_LAYER = 10 };
 
 size_t width_of(int dtype) { return dtype == TB_BF16 ? 2 : 4; }
 size_t lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-struct alignas(64) Counter {
-  int taken, done;
+// Rows of int8 for the products that take them, beside the rows of dtype that they were made of.
+struct Quantised {
+  char* at;
+  size_t row;  // bytes from one to the next: most that any layer's product takes
 };
 
 struct Step {
@@ -37,9 +46,10 @@ struct Step {
   const tb_decoder_step_args* args;
   const tb_row_functions* rows;
   char *x, *normal, *qkv, *attended, *activated, *branch;  // [tokens, ...] of dtype; branch: before a norm behind attention or MLP
+  Quantised normal_q, attended_q, activated_q;
   char* hidden;
   int threads;
-  Counter counters[4] = {};
+  Counter* counters;
 };
 
 struct Worker {
@@ -48,23 +58,39 @@ struct Worker {
   const int tokens, index;
   const size_t item;
   int phases = 0;
+  const tb_packed* soon = nullptr;  // weights that the next phases read
 
   Worker(Step& step, int worker)
       : s(step), c(step.decoder->config), tokens(step.args->batch.tokens), index(worker), item(width_of(c.dtype)) {}
 
   bool few() const { return tokens <= FEW_TOKENS; }
 
-  // f(task) for each task, then `last()` on one worker, then all go on. A counter is cleared two phases before its next use.
+  // f(task) for each task, then `last()` on one worker, then all go on.
   template <class F, class L>
   void phase(int tasks, F f, L last) {
-    Counter& counter = s.counters[phases & 3];
-    if (index == 0) s.counters[(phases + 2) & 3] = Counter();
-    phases++;
+    Counter& counter = s.counters[phases];
+    const unsigned stage = ++phases;
+    if (tb_stage_over(stage)) return;
     for (int i; (i = __atomic_fetch_add(&counter.taken, 1, __ATOMIC_RELAXED)) < tasks;) {
       f(i);
-      if (__atomic_add_fetch(&counter.done, 1, __ATOMIC_ACQ_REL) == tasks) last();
+      if (__atomic_add_fetch(&counter.done, 1, __ATOMIC_ACQ_REL) < tasks) continue;
+      last();
+      tb_stage_done(stage);
     }
-    tb_barrier();
+    if (tb_stage_over(stage)) return;
+    bring();
+    tb_stage_wait(stage);
+  }
+
+  // While the others finish: the beginning of what this worker will probably read next, so that the memory works all the time.
+  void bring() {
+    if (!soon || tokens > STREAMING_TOKENS) return;
+    const tb_segment& of = soon->segment[0];
+    const int piece = soon->tiles / (4 * s.threads), tile = index * (piece < 1 ? 1 : piece);
+    if (tile >= of.tiles) return;
+    const char* from = of.data + tile * of.tile_bytes;
+    const size_t left = (of.tiles - tile) * of.tile_bytes, bytes = left < BROUGHT ? left : (size_t)BROUGHT;
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 
   // f(first, end) over all tokens
@@ -72,6 +98,17 @@ struct Worker {
   void over_tokens(F f) {
     const int piece = (tokens + 8 * s.threads - 1) / (8 * s.threads);
     phase((tokens + piece - 1) / piece, [&](int i) { f(i * piece, i * piece + piece < tokens ? i * piece + piece : tokens); }, [] {});
+  }
+
+  // phase(tasks, f), and then whole rows of x for the product with w: at once by the last worker where they are few.
+  template <class F>
+  void phase_then_quantise(int tasks, F f, const tb_packed* w, bool wanted, const char* x, const Quantised& q) {
+    auto rows = [&](int first, int end) {
+      for (int t = first; t < end; t++) quantise(w, x, q, t);
+    };
+    if (wanted && few()) return phase(tasks, f, [&] { rows(0, tokens); });
+    phase(tasks, f, [] {});
+    if (wanted) over_tokens(rows);
   }
 
   // f(first row, rows, first tile, end tile) over a matrix product, then between(first row, end row) over its rows
@@ -95,8 +132,17 @@ struct Worker {
     }
   }
 
-  void linear(const tb_packed* w, const char* x, int ldx, char* y, int ldy, int store, int first, int count, int tile, int end) {
-    tb_linear_part(w, x + (size_t)first * ldx * item, ldx, y + (size_t)first * ldy * item, ldy, count, c.dtype, store, tile, end);
+  // Row t of x for the products with w.
+  void quantise(const tb_packed* w, const char* x, const Quantised& q, int t) {
+    if (w->input != TB_VALUES) tb_quantise(w->input, c.dtype, x + (size_t)t * w->k * item, w->k, q.at + t * q.row);
+  }
+
+  // made_for: the product that q's rows were quantised for; another one's input may differ.
+  void linear(const tb_packed* w, const char* x, const Quantised& q, const tb_packed* made_for, void* y, int ldy, int dtype, int store,
+              int first, int count, int tile, int end) {
+    if (w->input != TB_VALUES && w->input == made_for->input)
+      tb_quantised_part(w, q.at + first * q.row, q.row, y, ldy, count, dtype, store, tile, end);
+    else tb_linear_part(w, x + (size_t)first * w->k * item, w->k, y, ldy, count, dtype, store, tile, end);
   }
 
   void norm(const char* x, const float* weight, char* y, int t) {
@@ -107,8 +153,9 @@ struct Worker {
     const size_t row = c.hidden * item;
     for (int t = first; t < end; t++) {
       const char* from = (const char*)c.embedding + s.args->token_ids[t] * row;
-      if (c.embed_scale == 1.0f) memcpy(s.x + t * row, from, row);
-      else s.rows->scale(c.dtype, from, c.embed_scale, s.x + t * row, c.hidden);
+      if (!c.embedding) tb_packed_row(c.head, s.args->token_ids[t], c.dtype, s.x + t * row);
+      else if (c.embed_scale == 1.0f) memcpy(s.x + t * row, from, row);
+      if (c.embed_scale != 1.0f) s.rows->scale(c.dtype, c.embedding ? from : s.x + t * row, c.embed_scale, s.x + t * row, c.hidden);
     }
   }
 
@@ -138,51 +185,57 @@ struct Worker {
     }
   }
 
-  // What attention or MLP found is in x already, or, if a norm stands behind it, in `branch`.
-  void join(const float* after, const float* next, char* to, int first, int end) {
+  // What attention or MLP found is in x already, or, if a norm stands behind it, in `branch`. reader: of the next norm's rows, or NULL.
+  void join(const float* after, const float* next, const tb_packed* reader, char* to, int first, int end) {
     const size_t row = c.hidden * item;
     for (int t = first; t < end; t++) {
       if (after) s.rows->rms_norm_add(c.dtype, s.branch + t * row, after, s.x + t * row, c.hidden, c.norm_eps);
       norm(s.x, next, to, t);
+      if (reader) quantise(reader, to, s.normal_q, t);
     }
   }
 
   void attention(int l) {
     const tb_decoder_layer& layer = s.decoder->layer[l];
-    const int qkv = (c.heads + 2 * c.kv_heads) * c.head_dim, heads = c.heads * c.head_dim;
+    const int qkv = (c.heads + 2 * c.kv_heads) * c.head_dim;
+    soon = layer.out;
     product(
         layer.qkv->tiles, 4,
         [&](int first, int count, int tile, int end) {
-          linear(layer.qkv, s.normal, c.hidden, s.qkv, qkv, TB_SET, first, count, tile, end);
+          char* y = s.qkv + (size_t)first * qkv * item;
+          linear(layer.qkv, s.normal, s.normal_q, layer.qkv, y, qkv, c.dtype, TB_SET, first, count, tile, end);
         },
         [&](int first, int end) { place(l, first, end); });
     tb_attention_plan* plan = &s.decoder->plan[s.decoder->plan_of[l]];
-    phase(
+    phase_then_quantise(
         plan->tasks,
         [&](int i) {
           tb_attention_task_run(plan, i, &s.decoder->heads[l], &s.args->batch, s.qkv, qkv, s.args->k[l], s.args->v[l], s.attended);
         },
-        [] {});
+        layer.out, layer.out->input != TB_VALUES, s.attended, s.attended_q);
     const bool add = !layer.after_attention;
+    soon = layer.gate;
     product(
         layer.out->tiles, 4,
         [&](int first, int count, int tile, int end) {
-          linear(layer.out, s.attended, heads, add ? s.x : s.branch, c.hidden, add ? TB_ADD : TB_SET, first, count, tile, end);
+          char* y = (add ? s.x : s.branch) + (size_t)first * c.hidden * item;
+          linear(layer.out, s.attended, s.attended_q, layer.out, y, c.hidden, c.dtype, add ? TB_ADD : TB_SET, first, count, tile, end);
         },
-        [&](int first, int end) { join(layer.after_attention, layer.before_mlp, s.normal, first, end); });
+        [&](int first, int end) { join(layer.after_attention, layer.before_mlp, layer.gate, s.normal, first, end); });
   }
 
   void gate_up(const tb_decoder_layer& layer, int first, int count, int tile, int end) {
     const int columns = (end - tile) * TB_TILE_N, from = tile * TB_TILE_N;
     float* gate = (float*)tb_scratch(GLU_SLOT, (size_t)2 * count * columns * sizeof(float));
     float* up = gate + (size_t)count * columns;
-    const char* x = s.normal + (size_t)first * c.hidden * item;
-    tb_linear_part(layer.gate, x, c.hidden, gate - from, columns, count, TB_F32, TB_SET, tile, end);
-    tb_linear_part(layer.up, x, c.hidden, up - from, columns, count, TB_F32, TB_SET, tile, end);
+    linear(layer.gate, s.normal, s.normal_q, layer.gate, gate - from, columns, TB_F32, TB_SET, first, count, tile, end);
+    linear(layer.up, s.normal, s.normal_q, layer.gate, up - from, columns, TB_F32, TB_SET, first, count, tile, end);
     const int n = c.intermediate - from < columns ? c.intermediate - from : columns;
     for (int t = 0; t < count; t++) {
       char* y = s.activated + ((size_t)(first + t) * c.intermediate + from) * item;
       s.rows->glu(c.activation, c.dtype, gate + (size_t)t * columns, up + (size_t)t * columns, y, n);
+      if (layer.down->input == TB_INT8_BLOCKS)
+        tb_quantise_blocks(c.dtype, y, from, n, s.activated_q.at + (first + t) * s.activated_q.row);
     }
   }
 
@@ -193,26 +246,33 @@ struct Worker {
     int piece = layer.gate->tiles / (4 * s.threads);
     piece = piece < 1 ? 1 : tokens > 16 && piece > 2 ? 2 : piece;
     const int columns = (layer.gate->tiles + piece - 1) / piece;
-    phase(
+    soon = layer.down;
+    phase_then_quantise(
         columns * pieces,
         [&](int i) {
           const int first = i % pieces * rows, tile = i / pieces * piece, count = tokens - first < rows ? tokens - first : rows;
           if (count > 0) gate_up(layer, first, count, tile, tile + piece < layer.gate->tiles ? tile + piece : layer.gate->tiles);
         },
-        [] {});
+        layer.down, layer.down->input == TB_INT8_ROWS, s.activated, s.activated_q);
     const float* next = final ? c.norm : s.decoder->layer[l + 1].before_attention;
+    const tb_packed* reader = final ? nullptr : s.decoder->layer[l + 1].qkv;
+    soon = final ? c.head : reader;
     product(
         layer.down->tiles, 2,
         [&](int first, int count, int tile, int end) {
-          linear(layer.down, s.activated, c.intermediate, add ? s.x : s.branch, c.hidden, add ? TB_ADD : TB_SET, first, count, tile, end);
+          char* y = (add ? s.x : s.branch) + (size_t)first * c.hidden * item;
+          linear(layer.down, s.activated, s.activated_q, layer.down, y, c.hidden, c.dtype, add ? TB_ADD : TB_SET, first, count, tile, end);
         },
-        [&](int first, int end) { join(layer.after_mlp, next, final ? s.hidden : s.normal, first, end); });
+        [&](int first, int end) { join(layer.after_mlp, next, reader, final ? s.hidden : s.normal, first, end); });
   }
 
   void run() {
     over_tokens([&](int first, int end) {
       embed(first, end);
-      for (int t = first; t < end; t++) norm(s.x, s.decoder->layer[0].before_attention, s.normal, t);
+      for (int t = first; t < end; t++) {
+        norm(s.x, s.decoder->layer[0].before_attention, s.normal, t);
+        quantise(s.decoder->layer[0].qkv, s.normal, s.normal_q, t);
+      }
     });
     for (int l = 0; l < c.layers; l++) {
       attention(l);
@@ -221,6 +281,23 @@ struct Worker {
   }
 };
 
+size_t most(size_t a, const tb_packed* w) {
+  const size_t b = w->input == TB_VALUES ? 0 : tb_input_bytes(w->input, w->k);
+  return a > b ? a : b;
+}
+
+// Bytes of the rows that the layers' products take quantised.
+void find_quantised(Step& s) {
+  const tb_decoder& d = *s.decoder;
+  s.normal_q = s.attended_q = s.activated_q = {nullptr, 0};
+  for (int l = 0; l < d.config.layers; l++) {
+    const tb_decoder_layer& layer = d.layer[l];
+    s.normal_q.row = most(most(s.normal_q.row, layer.qkv), layer.gate);
+    s.attended_q.row = most(s.attended_q.row, layer.out);
+    s.activated_q.row = most(s.activated_q.row, layer.down);
+  }
+}
+
 // Lays the activations of a step out in one piece of memory, which is kept.
 bool lay_out(Step& s) {
   tb_decoder* d = s.decoder;
@@ -228,7 +305,9 @@ bool lay_out(Step& s) {
   const size_t row = s.args->batch.tokens * width_of(c.dtype);
   const size_t hidden = lines(row * c.hidden), heads = lines(row * c.heads * c.head_dim);
   const size_t qkv = lines(row * (c.heads + 2 * c.kv_heads) * c.head_dim), activated = lines(row * c.intermediate);
-  const size_t size = 3 * hidden + heads + qkv + activated;
+  find_quantised(s);
+  const size_t int8 = s.args->batch.tokens * (s.normal_q.row + s.attended_q.row + s.activated_q.row);
+  const size_t size = 3 * hidden + heads + qkv + activated + int8;
   if (size > d->room) {
     tb_free(d->memory);
     d->memory = (char*)tb_alloc(size);
@@ -241,11 +320,17 @@ bool lay_out(Step& s) {
   s.branch = at, at += hidden;
   s.attended = at, at += heads;
   s.qkv = at, at += qkv;
-  s.activated = at;
+  s.activated = at, at += activated;
+  for (Quantised* q : {&s.normal_q, &s.attended_q, &s.activated_q}) {
+    q->at = at;
+    at += s.args->batch.tokens * q->row;
+  }
   return true;
 }
 
 }  // namespace
+
+static size_t phases_of(int layers) { return (size_t)PHASES_OF_A_LAYER * layers + 1; }
 
 tb_decoder* tb_decoder_create(const tb_decoder_config* config) {
   const int n = config->layers;
@@ -256,7 +341,8 @@ tb_decoder* tb_decoder_create(const tb_decoder_config* config) {
   d->plan = (tb_attention_plan*)calloc(n, sizeof *d->plan);
   d->plan_of = (int*)calloc(n, sizeof *d->plan_of);
   d->heads = (tb_heads*)calloc(n, sizeof *d->heads);
-  if (!d->layer || !d->plan || !d->plan_of || !d->heads) {
+  d->counters = (Counter*)aligned_alloc(alignof(Counter), phases_of(n) * sizeof(Counter));
+  if (!d->counters || !d->layer || !d->plan || !d->plan_of || !d->heads) {
     tb_decoder_free(d);
     return nullptr;
   }
@@ -280,6 +366,7 @@ void tb_decoder_free(tb_decoder* d) {
   free(d->plan);
   free(d->plan_of);
   free(d->heads);
+  free(d->counters);
   free(d->layer);
   tb_free(d->memory);
   delete d;
@@ -291,6 +378,8 @@ int tb_decoder_step(tb_decoder* d, const tb_decoder_step_args* args, void* hidde
   s.args = args;
   s.rows = tb_rows();
   s.hidden = (char*)hidden;
+  s.counters = d->counters;
+  memset(s.counters, 0, phases_of(d->config.layers) * sizeof(Counter));
   tb_run(1, [](void*, int, int) {}, nullptr);  // threads that the system refuses are known after this
   s.threads = tb_threads();
   if (!lay_out(s)) return -1;

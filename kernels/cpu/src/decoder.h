@@ -6,7 +6,7 @@
 #include "linear.h"
 
 typedef struct tb_decoder_layer {
-  const tb_packed *qkv, *out, *gate, *up, *down;
+  const tb_packed *qkv, *out, *gate, *up, *down;  // gate and up: one segment each, or segments of whole tiles
   // Weights of norms, float32, 1 added where the family says so; NULL where there is none
   const float *before_attention, *after_attention, *before_mlp, *after_mlp, *q_norm, *k_norm;
   int window;  // 0: none
@@ -19,7 +19,7 @@ typedef struct tb_decoder_config {
   float norm_eps, attention_scale;
   float attention_softcap, logit_softcap;  // 0: none
   float embed_scale;                       // 1: none
-  const void* embedding;                   // [vocabulary, hidden] of dtype
+  const void* embedding;                   // [vocabulary, hidden] of dtype; NULL: rows of head, as tb_packed_row gives them
   const float* norm;
   const tb_packed* head;
   const tb_decoder_layer* layer;

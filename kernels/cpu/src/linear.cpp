@@ -7,6 +7,7 @@
 #include "linear_kernels.h"
 #include "memory.h"
 #include "pool.h"
+#include "quant.h"
 
 namespace {
 
@@ -99,7 +100,7 @@ void compute(const Linear& l, const tb_linear_kernels& use, const Plan& plan, in
   const tb_packed& w = *l.w;
   const int all_steps = w.dtype == TB_BF16 ? (w.k + 1) / 2 : w.k;
   tb_block b{};
-  b.tile_bytes = w.tile_bytes;
+  b.tile_bytes = w.segment->tile_bytes;
   b.m = rows;
   b.ldy = l.ldy;
   b.out_dtype = l.out_dtype;
@@ -117,7 +118,7 @@ void compute(const Linear& l, const tb_linear_kernels& use, const Plan& plan, in
       b.steps = plan.steps < all_steps - step ? plan.steps : all_steps - step;
       b.first = step == 0;
       b.last = step + b.steps == all_steps;
-      b.w = w.data + t * w.tile_bytes + size_t(step) * TB_TILE_N * 4;
+      b.w = w.segment->data + t * b.tile_bytes + size_t(step) * TB_TILE_N * 4;
       prepare(&b, l, use, row, step, plan.copy);
       (w.dtype == TB_BF16 ? use.bf16 : use.f32)(&b);
     }
@@ -145,6 +146,7 @@ extern "C" {
 
 void tb_linear(const tb_packed* w, const void* x, size_t ldx, void* y, size_t ldy, int m, int out_dtype, int store) {
   if (m <= 0) return;
+  if (w->input != TB_VALUES) return tb_quantised_linear(w, x, ldx, y, ldy, m, out_dtype, store);
   Job job{{w, static_cast<const char*>(x), ldx, static_cast<char*>(y), ldy, m, out_dtype, store}, &kernels(), {}, tb_threads()};
   job.plan = make_plan(job.l, *job.use);
   const int row_blocks = (m + job.plan.rows - 1) / job.plan.rows;
@@ -154,6 +156,14 @@ void tb_linear(const tb_packed* w, const void* x, size_t ldx, void* y, size_t ld
 void tb_linear_part(const tb_packed* w, const void* x, size_t ldx, void* y, size_t ldy, int m, int out_dtype, int store,
                     int tile_begin, int tile_end) {
   if (m <= 0 || tile_begin >= tile_end) return;
+  if (w->input != TB_VALUES) {
+    const size_t row = tb_input_bytes(w->input, w->k);
+    char* q = static_cast<char*>(tb_scratch(0, row * m));
+    for (int i = 0; i < m; ++i) {
+      tb_quantise(w->input, w->dtype, static_cast<const char*>(x) + i * ldx * element(w->dtype), w->k, q + i * row);
+    }
+    return tb_quantised_part(w, q, row, y, ldy, m, out_dtype, store, tile_begin, tile_end);
+  }
   const Linear l{w, static_cast<const char*>(x), ldx, static_cast<char*>(y), ldy, m, out_dtype, store};
   const tb_linear_kernels& use = kernels();
   const Plan plan = make_plan(l, use);

@@ -1,4 +1,4 @@
-// 16 floats a vector: what linear_avx512.cpp and linear_avx512bf16.cpp share. Included inside an anonymous namespace.
+// 16 floats a vector: what linear_avx512.cpp, linear_avx512bf16.cpp and quant_avx512vnni.cpp share. Included inside an anonymous namespace.
 
 struct V {
   using Vec = __m512;

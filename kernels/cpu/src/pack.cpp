@@ -1,56 +1,22 @@
+#include "pack.h"
+
 #include <cstring>
 
-#include "linear.h"
 #include "linear_kernels.h"
 #include "memory.h"
 #include "pool.h"
 
 namespace {
 
-struct Job {
-  tb_packed* w;
-  float* bias;  // w->bias
-  int blocks;
-  const void* const* src;
-  const int64_t* rows;
-  const int64_t* ld;
-  const void* const* sources_of_bias;
-};
-
-template <typename Element>
-const Element* row_of(const Job& job, int64_t n) {
-  for (int b = 0; b < job.blocks; ++b) {
-    if (n < job.rows[b]) return static_cast<const Element*>(job.src[b]) + n * job.ld[b];
-    n -= job.rows[b];
-  }
-  return nullptr;
-}
-
-float bias_of(const Job& job, int64_t n) {
-  for (int b = 0; b < job.blocks; ++b) {
-    if (n >= job.rows[b]) {
-      n -= job.rows[b];
-      continue;
-    }
-    const void* bias = job.sources_of_bias[b];
-    if (!bias) return 0.0f;
-    if (job.w->dtype == TB_F32) return static_cast<const float*>(bias)[n];
-    return tb_bf16_to_f32(static_cast<const uint16_t*>(bias)[n]);
-  }
-  return 0.0f;
-}
-
-// One tile. Element is what one step of one output takes: a float, or two bf16 in 32 bits.
-void pack_tile(const Job& job, int tile) {
+// One tile. A step of one output takes 32 bits: a float, or two bf16.
+void pack_tile(const PackJob& job, const tb_segment& segment, int tile, char* to) {
   const tb_packed& w = *job.w;
-  uint32_t* out = reinterpret_cast<uint32_t*>(const_cast<char*>(w.data) + tile * w.tile_bytes);
-  const int steps = int(w.tile_bytes / (4 * TB_TILE_N));
+  uint32_t* out = reinterpret_cast<uint32_t*>(to);
+  const int steps = int(segment.tile_bytes / (4 * TB_TILE_N));
   const int whole = w.dtype == TB_F32 ? w.k : w.k / 2;
   const char* rows[TB_TILE_N];
   for (int j = 0; j < TB_TILE_N; ++j) {
-    int64_t n = int64_t(tile) * TB_TILE_N + j;
-    rows[j] = w.dtype == TB_F32 ? reinterpret_cast<const char*>(row_of<float>(job, n))
-                                : reinterpret_cast<const char*>(row_of<uint16_t>(job, n));
+    rows[j] = job.row(segment, tile, j, w.dtype == TB_F32 ? 4 : 2);
   }
   constexpr int kChunk = 16;  // steps of all rows at a time: one line of each source
   for (int begin = 0; begin < whole; begin += kChunk) {
@@ -71,51 +37,117 @@ void pack_tile(const Job& job, int tile) {
   }
 }
 
+size_t plain_tile_bytes(const PackJob& job, int) {
+  return size_t(job.dtype == TB_F32 ? job.k : (job.k + 1) / 2) * TB_TILE_N * 4;
+}
+
+float bias_of(const PackJob& job, int64_t n) {
+  for (int b = 0; b < job.blocks; ++b) {
+    if (n >= job.rows[b]) {
+      n -= job.rows[b];
+      continue;
+    }
+    const void* bias = job.bias[b];
+    if (!bias) return 0.0f;
+    if (job.bias_dtype == TB_F32) return static_cast<const float*>(bias)[n];
+    return tb_bf16_to_f32(static_cast<const uint16_t*>(bias)[n]);
+  }
+  return 0.0f;
+}
+
 void pack_share(void* ctx, int index, int) {
-  const Job& job = *static_cast<const Job*>(ctx);
-  const int shares = tb_threads();
-  const int end = tb_share(job.w->tiles, index + 1, shares);
-  for (int t = tb_share(job.w->tiles, index, shares); t < end; ++t) {
-    pack_tile(job, t);
-    for (int j = 0; job.bias && j < TB_TILE_N; ++j) {
-      job.bias[t * TB_TILE_N + j] = bias_of(job, int64_t(t) * TB_TILE_N + j);
+  const PackJob& job = *static_cast<const PackJob*>(ctx);
+  const tb_packed& w = *job.w;
+  const int shares = tb_threads(), begin = tb_share(w.tiles, index, shares), end = tb_share(w.tiles, index + 1, shares);
+  for (int s = 0; s < w.segments; ++s) {
+    const tb_segment& segment = w.segment[s];
+    for (int t = begin > segment.tile ? begin : segment.tile; t < end && t < segment.tile + segment.tiles; ++t) {
+      const int tile = t - segment.tile;
+      job.pack_tile(job, segment, tile, const_cast<char*>(segment.data) + tile * segment.tile_bytes);
+      float* bias = const_cast<float*>(w.bias) + size_t(t) * TB_TILE_N;
+      for (int j = 0; w.bias && j < TB_TILE_N; ++j) {
+        const int n = tile * TB_TILE_N + j;
+        bias[j] = n < segment.n ? bias_of(job, segment.first + n) : 0.0f;
+      }
     }
   }
 }
 
 }  // namespace
 
+const char* PackJob::row(const tb_segment& segment, int tile, int j, size_t size) const {
+  int64_t n = int64_t(tile) * TB_TILE_N + j;
+  if (n >= segment.n) return nullptr;
+  n += segment.first;
+  for (int b = 0; b < blocks; ++b) {
+    if (n < rows[b]) return static_cast<const char*>(src[b]) + n * ld[b] * size;
+    n -= rows[b];
+  }
+  return nullptr;
+}
+
+// Blocks of one format that follow each other are one segment. Returns their number; 0 where a size is out of range.
+static int lay_out(const PackJob& job, tb_segment* segment) {
+  constexpr int64_t kMost = INT32_MAX - 63;
+  int count = 0;
+  int64_t n = 0;
+  if (job.k < 1 || job.k > kMost) return 0;
+  for (int b = 0; b < job.blocks; ++b) {
+    const int format = job.formats ? job.formats[b] : job.format;
+    if (job.rows[b] < 1 || job.rows[b] > kMost - n) return 0;
+    if (!count || segment[count - 1].format != format) {
+      segment[count++] = {format, 0, 0, int(n), 0, job.tile_bytes(job, format), nullptr};
+    }
+    segment[count - 1].n += int(job.rows[b]);
+    n += job.rows[b];
+  }
+  int64_t tiles = 0;
+  for (int s = 0; s < count; ++s) {
+    segment[s].tile = int(tiles);
+    segment[s].tiles = (segment[s].n + TB_TILE_N - 1) / TB_TILE_N;
+    tiles += segment[s].tiles;
+  }
+  return tiles <= INT32_MAX / TB_TILE_N ? count : 0;
+}
+
+tb_packed* tb_pack_job(PackJob* job) {
+  auto* segment = new tb_segment[job->blocks > 0 ? job->blocks : 1]();
+  const int count = lay_out(*job, segment);
+  const tb_segment& last = segment[count > 0 ? count - 1 : 0];
+  size_t bytes = 0;
+  for (int s = 0; s < count; ++s) bytes += segment[s].tile_bytes * segment[s].tiles;
+  const int tiles = last.tile + last.tiles;
+  const size_t all = bytes + (job->bias ? size_t(tiles) * TB_TILE_N * 4 : 0);
+  char* memory = count ? static_cast<char*>(tb_alloc(all)) : nullptr;
+  if (!memory) {
+    delete[] segment;
+    return nullptr;
+  }
+  const float* bias = job->bias ? reinterpret_cast<float*>(memory + bytes) : nullptr;
+  for (int s = 0; s < count; ++s) {
+    segment[s].data = memory;
+    memory += segment[s].tile_bytes * segment[s].tiles;
+  }
+  job->w = new tb_packed{last.first + last.n, int(job->k), job->dtype, tiles, job->input, count, segment, bias, all};
+  tb_run(tb_threads(), pack_share, job);
+  return job->w;
+}
+
 extern "C" {
 
 tb_packed* tb_pack(int dtype, int blocks, const void* const* src, const int64_t* rows, const int64_t* ld, int64_t k,
                    const void* const* bias) {
-  constexpr int64_t kMost = INT32_MAX - 63;
-  int64_t n = 0;
-  for (int b = 0; b < blocks; ++b) {
-    if (rows[b] < 1 || rows[b] > kMost) return nullptr;
-    n += rows[b];
-  }
-  if (n < 1 || n > kMost || k < 1 || k > kMost) return nullptr;
-  const int tiles = int((n + TB_TILE_N - 1) / TB_TILE_N);
-  const size_t steps = dtype == TB_F32 ? k : (k + 1) / 2;
-  const size_t tile_bytes = steps * TB_TILE_N * 4;
-  char* memory = static_cast<char*>(tb_alloc(tile_bytes * tiles + (bias ? size_t(tiles) * TB_TILE_N * 4 : 0)));
-  if (!memory) return nullptr;
-  float* packed_bias = bias ? reinterpret_cast<float*>(memory + tile_bytes * tiles) : nullptr;
-  auto* w = new tb_packed{int(n), int(k), dtype, tiles, tile_bytes, memory, packed_bias};
-  Job job{w, packed_bias, blocks, src, rows, ld, bias};
-  tb_run(tb_threads(), pack_share, &job);
-  return w;
+  PackJob job{dtype, dtype, dtype, blocks, src, rows, ld, k, bias, nullptr, TB_PLAIN, TB_VALUES, plain_tile_bytes, pack_tile};
+  return tb_pack_job(&job);
 }
 
 void tb_pack_free(tb_packed* w) {
   if (!w) return;
-  tb_free(const_cast<char*>(w->data));
+  tb_free(const_cast<char*>(w->segment->data));
+  delete[] w->segment;
   delete w;
 }
 
-size_t tb_packed_bytes(const tb_packed* w) {
-  return w->tile_bytes * w->tiles + (w->bias ? size_t(w->tiles) * TB_TILE_N * 4 : 0);
-}
+size_t tb_packed_bytes(const tb_packed* w) { return w->bytes; }
 
 }  // extern "C"
