@@ -192,7 +192,8 @@ class ModelRunner:
         for first in range(0, len(sampling), SAMPLE_TILE):
             some = sampling[first : first + SAMPLE_TILE]
             head_started = time.perf_counter()
-            logits = self._head(hidden[[starts[i + 1] - 1 for i in some]])
+            rows = [starts[i + 1] - 1 for i in some]
+            logits = self._head(hidden if len(rows) == len(hidden) else hidden[rows])
             in_head += time.perf_counter() - head_started
             self._sample(logits, [runs[i].request for i in some], result)
         self._told_attention = attention
@@ -284,7 +285,9 @@ class ModelRunner:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab_size], contiguous, on the CPU, ours to change."""
-        return self._loaded()[0].logits(hidden).to("cpu", torch.float32).contiguous()
+        logits = self._loaded()[0].logits(hidden)
+        plain = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.is_contiguous()
+        return logits if plain else logits.to("cpu", torch.float32).contiguous()
 
     def _sample(self, logits: torch.Tensor, requests: list[WorkerRequestState], result: StepResult) -> None:
         pairs = [
