@@ -50,7 +50,7 @@ class ForwardBatch:
 
 @dataclass(slots=True)
 class KVCache:
-    """The paged cache: one K and one V tensor a layer, [num_blocks, block_size, num_kv_heads, head_dim]."""
+    """The paged cache: one K and one V tensor a layer, as the KVLayout has them."""
 
     k: list[torch.Tensor]
     v: list[torch.Tensor]

@@ -336,7 +336,7 @@ def _run(model: FallbackModel, tokens: torch.Tensor, chunks: list[int]) -> torch
     size = 16
     layout = model.kv_layout(size)
     blocks = list(range(-(-len(tokens) // size)))
-    shapes = [(len(blocks), size, h, d) for h, d in zip(layout.num_kv_heads, layout.head_dim, strict=True)]
+    shapes = layout.shapes(len(blocks))
     kv = KVCache(*([torch.zeros(s, dtype=layout.dtype, device=layout.device) for s in shapes] for _ in range(2)))
     backend, rows, start = TorchAttention(), [], 0
     for n in chunks:

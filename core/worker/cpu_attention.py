@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CpuAttention(AttentionBackend):
-    """See kernels/cpu/src/attention.h. float32 and bfloat16 caches on the CPU."""
+    """See kernels/cpu/src/attention.h. float32, bfloat16 and int8 caches on the CPU."""
 
     name: ClassVar[str] = "cpu"
     invariant: ClassVar[bool] = True

@@ -135,9 +135,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Make the K/V tensors: zeros, whose pages the operating system provides as they are first written."""
         layout = self._loaded()[1]
-        shapes = [
-            (num_blocks, layout.block_size, heads, dim) for heads, dim in zip(layout.num_kv_heads, layout.head_dim, strict=True)
-        ]
+        shapes = layout.shapes(num_blocks)
         self._kv = KVCache([_zeros(s, layout) for s in shapes], [_zeros(s, layout) for s in shapes])
 
     def _loaded(self) -> tuple[CausalModel, KVLayout]:
@@ -195,7 +193,8 @@ class ModelRunner:
         for first in range(0, len(sampling), SAMPLE_TILE):
             some = sampling[first : first + SAMPLE_TILE]
             head_started = time.perf_counter()
-            logits = self._head(hidden[[starts[i + 1] - 1 for i in some]])
+            rows = [starts[i + 1] - 1 for i in some]
+            logits = self._head(hidden if len(rows) == len(hidden) else hidden[rows])
             in_head += time.perf_counter() - head_started
             self._sample(logits, [runs[i].request for i in some], result)
         self._told_attention = attention
@@ -287,7 +286,9 @@ class ModelRunner:
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab_size], contiguous, on the CPU, ours to change."""
-        return self._loaded()[0].logits(hidden).to("cpu", torch.float32).contiguous()
+        logits = self._loaded()[0].logits(hidden)
+        plain = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.is_contiguous()
+        return logits if plain else logits.to("cpu", torch.float32).contiguous()
 
     def _sample(self, logits: torch.Tensor, requests: list[WorkerRequestState], result: StepResult) -> None:
         pairs = [
@@ -340,9 +341,10 @@ class ModelRunner:
 
 
 def _zeros(shape: tuple[int, ...], layout: KVLayout) -> torch.Tensor:
+    dtype = torch.int8 if layout.quantized else layout.dtype
     if layout.device.type != "cpu":
-        return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
-    size = int(np.prod(shape)) * layout.dtype.itemsize
+        return torch.zeros(shape, dtype=dtype, device=layout.device)
+    size = int(np.prod(shape)) * dtype.itemsize
     memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)  # calloc: lazily
     offset = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[offset : offset + size]).view(layout.dtype).view(shape)
+    return torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)

@@ -12,6 +12,8 @@ import torch
 from . import lib
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+KV_DTYPES = {**DTYPES, torch.int8: 16}
+"""Of caches (attention.h)."""
 
 
 class Batch(ctypes.Structure):
@@ -100,9 +102,10 @@ def attend(
 ) -> torch.Tensor:
     """Write k, v [T, kv_heads, head_dim] to the batch's slots, then attend causally with q [T, heads, head_dim].
 
-    float32 or bfloat16, q, k and v of one dtype; caches [blocks, block_size, kv_heads, head_dim], contiguous, of either. window:
-    position i sees j with i - window < j <= i. softcap: scores become softcap * tanh(scores / softcap). Returns a new
-    [T, heads, head_dim] in q's dtype; sums are float32. A row depends on its own position and the K/V stored up to it, bit by bit.
+    float32 or bfloat16, q, k and v of one dtype; caches [blocks, block_size, kv_heads, head_dim], contiguous, of either; or int8
+    [blocks, block_size, kv_heads, head_dim + 4], rows of int8 and one float32 to multiply them with. window: position i sees j with
+    i - window < j <= i. softcap: scores become softcap * tanh(scores / softcap). Returns a new [T, heads, head_dim] in q's dtype; sums
+    are float32. A row depends on its own position and the K/V stored up to it, bit by bit.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     tokens, heads, dim = q.shape
@@ -111,7 +114,7 @@ def attend(
         k.shape[1],
         dim,
         DTYPES[q.dtype],
-        DTYPES[k_cache.dtype],
+        KV_DTYPES[k_cache.dtype],
         window or 0,
         scale,
         softcap or 0.0,

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from . import lib
-from .attention import DTYPES, Batch, FlatBatch
+from .attention import DTYPES, KV_DTYPES, Batch, FlatBatch
 from .elementwise import ACTIVATIONS
 from .linear import CpuLinear
 
@@ -85,6 +85,7 @@ class _Step(ctypes.Structure):
 SIGNATURES: dict[str, tuple[Sequence[object], object]] = {
     "tb_decoder_create": ((POINTER(_Config),), c_void_p),
     "tb_decoder_free": ((c_void_p,), None),
+    "tb_decoder_set_kv": ((c_void_p, c_int), None),
     "tb_decoder_step": ((c_void_p, POINTER(_Step), c_void_p), c_int),
     "tb_decoder_logits": ((c_void_p, c_void_p, c_int, c_void_p), None),
 }
@@ -153,7 +154,8 @@ class FusedDecoder:
         v: Sequence[torch.Tensor],
         angles: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """Run int64 token_ids [T] at positions [T]; write their K/V into k, v, a layer each, [blocks, block_size, kv_heads, head_dim].
+        """Run int64 token_ids [T] at positions [T]; write their K/V into k, v, a layer each, [blocks, block_size, kv_heads, head_dim]
+        of the model's dtype, or int8 with head_dim + 4 in all layers (core's KVLayout).
 
         angles: float32 [2, n, half] each, cos and sin of all positions, contiguous. Returns normalised hidden states [T, hidden]. A
         row's bits depend on its request's tokens up to it only. Token ids and blocks must be in range: they are not checked.
@@ -173,6 +175,7 @@ class FusedDecoder:
         if self._caches is None or self._caches[0]() is not k[0]:
             addresses = [(c_void_p * self._count)(*(cache.data_ptr() for cache in caches)) for caches in (k, v)]
             self._caches = (weakref.ref(k[0]), addresses[0], addresses[1])
+            self._c.tb_decoder_set_kv(self._handle, KV_DTYPES[k[0].dtype])
         return self._caches[1:]
 
     def _pointers_to_angles(self, angles: Sequence[torch.Tensor]) -> tuple[ctypes.Array, ctypes.Array, ctypes.Array]:

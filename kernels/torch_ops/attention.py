@@ -13,6 +13,9 @@ neither the number of rows, of tiles, of heads, of requests nor of threads chang
 ROWS >= 8 and a V whose width is a multiple of V_LANES (tests/kernels measures it; `probe` checks it where we run).
 
 A request that holds NaN or infinite K/V harms nobody else: a block is cleared when its first position is written.
+
+int8 caches have rows of head_dim integers and one float32 that these are multiplied with (`quantize`). They are multiplied out when
+they are fetched, and all of the above holds of the products.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ ROWS = 8
 V_LANES = 16
 FEW = 8
 """Requests with at most this many new tokens are computed together (decoding, verifying drafts); longer ones each by themselves."""
+SMALLEST = torch.finfo(torch.float32).tiny
 MAX_ELEMENTS = 1 << 21
 """Elements of K, of V, or of scores, that are worked on at once (float32: 8 MiB, so that they stay in a cache)."""
 
@@ -132,13 +136,24 @@ class RaggedPlan:
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: RaggedPlan) -> None:
-    """Store the new tokens' k, v [T, kv_heads, head_dim] (cast to the caches' dtype); clear the rest of each block begun."""
+    """Store the new tokens' k, v [T, kv_heads, head_dim] (cast to the caches' dtype, or quantised); clear the rest of each block begun."""
     block, offset, begun = plan.places(k_cache.shape[1])
     if len(begun):
         v_cache.index_fill_(0, begun, 0)
         k_cache.index_fill_(0, begun, 0)
-    k_cache.index_put_((block, offset), k.to(k_cache.dtype))
-    v_cache.index_put_((block, offset), v.to(v_cache.dtype))
+    for cache, x in ((k_cache, k), (v_cache, v)):
+        cache.index_put_((block, offset), quantize(x) if cache.dtype == torch.int8 else x.to(cache.dtype))
+
+
+def quantize(x: torch.Tensor) -> torch.Tensor:
+    """int8 [..., n + 4] from x [..., n], n a multiple of 4: rounded to the nearest integer of the row's scale, max |x| / 127, even if in
+    the middle; then the scale, float32. Zeros where it is below float32's smallest normal number. A row with a NaN or an infinity
+    gets NaN as its scale, and zeros."""
+    x = x.float()
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    scale = torch.where(scale < SMALLEST, 0, torch.where(scale.isfinite(), scale, torch.nan))
+    integers = (x * torch.where(scale > 0, 1 / scale, 0)).round().nan_to_num(0)
+    return torch.cat([integers.to(torch.int8), scale.view(torch.int8)], dim=-1)
 
 
 def paged_attention(
@@ -150,7 +165,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, head_dim] over the paged caches [blocks, block_size, kv_heads, head_dim].
+    """Causal attention of q [T, heads, head_dim] over the paged caches [blocks, block_size, kv_heads, head_dim], or int8 with
+    head_dim + 4.
 
     The new tokens' K/V must be stored already. window: position i sees j with i - window < j <= i. softcap: scores become
     softcap * tanh(scores / softcap). Returns [T, heads, head_dim] in q's dtype; all sums are float32.
@@ -164,21 +180,25 @@ def paged_attention(
         together = shape.heads_at_once(group.requests * group.columns)
         for start in range(0, kv_heads, together):
             part = slice(start, start + together)
-            keys = _fetch(k_cache[:, :, part], group, plan.scratch, "keys", dim)
-            values = _fetch(v_cache[:, :, part], group, plan.scratch, "values", dim + -dim % V_LANES)
+            keys = _fetch(k_cache[:, :, part], group, plan.scratch, "keys", dim, dim)
+            values = _fetch(v_cache[:, :, part], group, plan.scratch, "values", dim, dim + -dim % V_LANES)
             for tile in group.tiles:
                 _attend(query[:, part], keys, values, out[:, part], group, tile, softcap, plan.scratch)
     return out.view(tokens, heads, dim).to(q.dtype)
 
 
-def _fetch(cache: torch.Tensor, group: Group, scratch: Scratch, name: str, width: int) -> torch.Tensor:
+def _fetch(cache: torch.Tensor, group: Group, scratch: Scratch, name: str, dim: int, width: int) -> torch.Tensor:
     """float32 [requests, heads, columns, width] from a cache; zeros from head_dim on."""
-    heads, dim = cache.shape[2:]
+    heads, row = cache.shape[2:]
     source = cache if group.by_block else cache.flatten(0, 1)
     stored = scratch.take("stored", (len(group.index), *source.shape[1:]), cache)
     torch.index_select(source, 0, group.index, out=stored)
     found = scratch.take(name, (group.requests, heads, group.columns, width), cache, torch.float32)
-    found[..., :dim].copy_(stored.view(group.requests, group.columns, heads, dim).transpose(1, 2))
+    rows = stored.view(group.requests, group.columns, heads, row).transpose(1, 2)
+    if cache.dtype == torch.int8:
+        torch.mul(rows[..., :dim], rows[..., dim:].view(torch.float32), out=found[..., :dim])
+    else:
+        found[..., :dim].copy_(rows)
     if width != dim:
         found[..., dim:].zero_()
     return found

@@ -9,6 +9,7 @@ import torch
 from tokenbus.core.worker.attention import AttentionBackend, AttentionBatch, AttentionParams
 from tokenbus.core.worker.torch_attention import TorchAttention
 from tokenbus.kernels.reference import reference_attention
+from tokenbus.kernels.torch_ops.attention import quantize
 
 
 @pytest.fixture
@@ -30,6 +31,8 @@ class Case:
     block_size: int
     dtype: torch.dtype
     backend: AttentionBackend
+    quantized: bool = False
+    """The caches are int8."""
 
     @classmethod
     def make(
@@ -43,14 +46,19 @@ class Case:
         dtype: torch.dtype = torch.float32,
         window: int | None = None,
         softcap: float | None = None,
+        quantized: bool = False,
         seed: int = 0,
     ) -> Case:
         g = torch.Generator().manual_seed(seed)
         q, k, v = ([torch.randn(n, h, dim, generator=g).to(dtype) for n in lengths] for h in (heads, kv_heads, kv_heads))
-        return cls(q, k, v, AttentionParams(1.7 * dim**-0.5, window, softcap), block_size, dtype, TorchAttention())
+        params = AttentionParams(1.7 * dim**-0.5, window, softcap)
+        return cls(q, k, v, params, block_size, dtype, TorchAttention(), quantized)
 
     def caches(self, blocks: int, fill: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (blocks, self.block_size, *self.k[0].shape[1:])
+        if self.quantized:  # a scale of four bytes -1 is NaN
+            shape, value = (*shape[:-1], shape[-1] + 4), 0 if fill == 0.0 else -1
+            return torch.full(shape, value, dtype=torch.int8), torch.full(shape, value, dtype=torch.int8)
         return torch.full(shape, fill, dtype=self.dtype), torch.full(shape, fill, dtype=self.dtype)
 
     def tables(self, members: list[int], seed: int = 0) -> tuple[list[list[int]], int]:
@@ -94,6 +102,13 @@ class Case:
     def reference(self, r: int) -> torch.Tensor:
         """float32 [tokens, heads, head_dim] of the whole request, from K/V as the cache stores them."""
         n = len(self.q[r])
-        k, v = (of[r].to(self.dtype).unsqueeze(0) for of in (self.k, self.v))
+        k, v = (self.stored(of[r]).unsqueeze(0) for of in (self.k, self.v))
         p = self.params
         return reference_attention(self.q[r], k, v, [0, n], [n], [[0]], p.scale, p.window, p.softcap)
+
+    def stored(self, x: torch.Tensor) -> torch.Tensor:
+        """What the cache makes of x."""
+        if not self.quantized:
+            return x.to(self.dtype)
+        rows = quantize(x)
+        return rows[..., :-4] * rows[..., -4:].contiguous().view(torch.float32)

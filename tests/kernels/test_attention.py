@@ -6,6 +6,7 @@ import torch
 from tokenbus.core.plugin import NoSettings
 from tokenbus.core.worker.attention import KVLayout
 from tokenbus.kernels.reference import reference_attention
+from tokenbus.kernels.torch_ops.attention import quantize
 from tokenbus.plugins.attention import TorchAttention as TorchAttentionPlugin
 
 from .conftest import Case
@@ -15,6 +16,7 @@ TOLERANCE = {F32: 5e-6, BF16: 2**-8}
 """Float32: scores of up to about 8 are rounded to 5e-7, and weigh values of up to about 4. bfloat16: half a unit of its 8 bits."""
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size", "window", "softcap"),
@@ -28,7 +30,7 @@ TOLERANCE = {F32: 5e-6, BF16: 2**-8}
         (1, 1, 128, 256, 17, None),
     ],
 )
-def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap, dtype):
+def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap, dtype, quantized):
     case = Case.make(
         [1, 7, 130, 300],
         heads=heads,
@@ -38,6 +40,7 @@ def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap
         dtype=dtype,
         window=window,
         softcap=softcap,
+        quantized=quantized,
     )
     for r, found in enumerate(case.run([{3: 129, 1: 1, 2: 130}, {1: 5, 3: 170}, {3: 1, 1: 1, 0: 1}])):
         assert found.dtype == dtype
@@ -60,6 +63,8 @@ def test_the_reference_is_ordinary_attention():
         {"dim": 40, "heads": 2, "kv_heads": 2, "softcap": 10.0},
         {"dim": 256, "heads": 4, "kv_heads": 1, "dtype": BF16, "window": 130},
         {"dim": 16, "heads": 8, "kv_heads": 1, "block_size": 12},
+        {"quantized": True},
+        {"quantized": True, "dtype": BF16, "dim": 44, "heads": 4, "kv_heads": 2, "window": 100, "block_size": 12},
     ],
     ids=str,
 )
@@ -78,11 +83,11 @@ def test_same_bits_however_a_prompt_is_divided(options, threads):
         assert torch.equal(case.run([{0: size} for size in (150, 1, 4, 135)])[0], whole), count
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("dtype", "quantized"), [(F32, False), (BF16, False), (BF16, True)])
 @pytest.mark.parametrize("window", [None, 64])
-def test_same_bits_alone_and_in_a_batch_of_32(dtype, window, threads):
+def test_same_bits_alone_and_in_a_batch_of_32(dtype, quantized, window, threads):
     lengths = [1 + (37 * r) % 400 for r in range(32)]
-    case = Case.make(lengths, dtype=dtype, window=window)
+    case = Case.make(lengths, dtype=dtype, window=window, quantized=quantized)
     threads(1)
     alone = [case.run([{r: lengths[r]}])[r] for r in range(32)]
     for count in (1, 2):
@@ -107,8 +112,9 @@ def test_draft_lengths_of_other_requests_do_not_matter(threads):
         assert torch.equal(mixed[r], alone[r][: len(mixed[r])])
 
 
-def test_what_was_in_the_blocks_before_does_not_matter():
-    case = Case.make([37, 150])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_was_in_the_blocks_before_does_not_matter(quantized):
+    case = Case.make([37, 150], quantized=quantized)
     steps = [{0: 20, 1: 140}, {0: 1, 1: 1}, {0: 16, 1: 9}]
     clean = case.run(steps)
     dirty = case.run(steps, fill=float("nan"))
@@ -122,6 +128,39 @@ def test_a_request_with_nan_harms_no_other():
     good = case.run(steps)[1]
     case.v[0][:] = case.k[0][:] = float("nan")
     assert torch.equal(case.run(steps)[1], good)
+
+
+def test_int8_rows():
+    """Integers and a scale of each row; what can't be scaled is zeros, or NaN when it held NaN or an infinity."""
+    x = torch.randn(7, 3, 44, generator=torch.Generator().manual_seed(1))
+    x[0], x[1] = 0, 1e-42
+    x[2, :, 5], x[3, :, 0] = torch.nan, -torch.inf
+    x[4] = torch.arange(44) + 0.5
+    x[4, :, 0] = 127
+    for rows in (x, x.bfloat16()):
+        found = quantize(rows)
+        assert found.dtype == torch.int8
+        assert found.shape == (7, 3, 48)
+        integers, scales = found[..., :44], found[..., 44:].contiguous().view(F32)
+        assert integers[:4].count_nonzero() == 0
+        assert bool((scales[:2] == 0).all())
+        assert bool(scales[2:4].isnan().all())
+        assert integers[4, 0].tolist() == [127, *(round(i + 0.5) for i in range(1, 44))]
+        good = rows[4:].float()
+        assert torch.equal(scales[4:], good.abs().amax(-1, keepdim=True) / 127)
+        assert bool(((integers[4:] * scales[4:] - good).abs() <= 0.50001 * scales[4:]).all())
+
+
+def test_nan_in_an_int8_cache_reaches_those_who_see_it():
+    case = Case.make([37, 150], quantized=True)
+    steps = [{0: 37, 1: 140}, {1: 1}, {1: 9}]
+    good = case.run(steps)
+    case.k[1][140, 0, 3] = torch.inf
+    bad = case.run(steps)
+    assert torch.equal(bad[0], good[0])
+    assert torch.equal(bad[1][:140], good[1][:140])
+    assert bool(bad[1][140:, :3].isnan().all())
+    assert torch.equal(bad[1][140:, 3:], good[1][140:, 3:])
 
 
 def test_long_context():

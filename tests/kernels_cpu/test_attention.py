@@ -152,6 +152,22 @@ def test_a_request_with_nan_harms_no_other(isa):
     assert bool(bad[0].isnan().all())
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("window", [None, 90])
+def test_scores_that_rise_far_above_those_of_earlier_tiles(window, dtype, quantized, isa, threads):
+    """What was summed before is scaled down when they do, in some rows of a group and in others not."""
+    case = make([500], heads=4, kv_heads=2, dtype=dtype, window=window, quantized=quantized)
+    case.k[0] *= (1 + torch.arange(500) / 40)[:, None, None].to(dtype)
+    threads(1)
+    found = case.run([{0: 500}])[0]
+    tolerance = 10 * TOLERANCE[dtype]  # scores are 13 times as large as elsewhere
+    torch.testing.assert_close(found.float(), case.reference(0), rtol=tolerance, atol=tolerance)
+    threads(2)
+    for sizes in ([250, 1, 249], [7] * 71 + [3], [64] * 7 + [52]):
+        assert torch.equal(case.run([{0: size} for size in sizes])[0], found)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_long_context(dtype):
     case = make([8192], heads=3, kv_heads=1, dtype=dtype)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import threading
 from collections import Counter
@@ -60,6 +61,33 @@ def test_a_barrier_holds_everybody(library, threads):
 
     run(library, 4, body)
     assert reached == dict.fromkeys(range(50), 4)
+
+
+def test_a_stage_is_over_without_those_that_come_late(library, threads):
+    threads(3)
+    library.declare({name: ([ctypes.c_uint], ctypes.c_int) for name in ("tb_stage_done", "tb_stage_wait", "tb_stage_over")})
+    late, order = threading.Event(), []
+
+    def body(index, worker):
+        if index == 0:  # does both stages alone
+            for stage in (1, 2):
+                assert not library.c.tb_stage_over(stage)
+                order.append(stage)
+                library.c.tb_stage_done(stage)
+            late.set()
+        elif index == 1:  # waits for the second
+            library.c.tb_stage_wait(2)
+            assert order == [1, 2]
+        else:  # held up until all is over
+            assert late.wait(30)
+            assert library.c.tb_stage_over(1)
+            library.c.tb_stage_wait(1)
+            library.c.tb_stage_wait(2)
+
+    for _ in range(20):
+        order.clear()
+        late.clear()
+        run(library, 3, body)  # stages count anew
 
 
 def test_sleeping_workers_wake(library, threads):

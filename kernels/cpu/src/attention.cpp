@@ -26,7 +26,7 @@ const tb_attention_kernel* tb_attention_of_level(void) {
 
 namespace {
 
-enum { ROWS_AT_ONCE = 96, SLOT = 2, SOON_SLOT = 4, MOST_SOON = 1024 };
+enum { ROWS_AT_ONCE = 192, SLOT = 2, SOON_SLOT = 4, MOST_SOON = 1024 };
 
 size_t width_of(int dtype) { return dtype == TB_BF16 ? 2 : 4; }
 int padded(int n) { return (n + 15) / 16 * 16; }
@@ -114,7 +114,7 @@ int rows_of_later(const tb_attention_plan* plan, int index, const tb_heads* h, c
                   const char** rows, int* bytes) {
   if (index >= plan->tasks || plan->task[index].tokens > 8) return 0;
   const tb_attention_task& t = plan->task[index];
-  const size_t head = h->head_dim * width_of(h->kv_dtype), step = h->kv_heads * head;
+  const size_t head = tb_kv_head_bytes(h), step = h->kv_heads * head;
   const int position = position_of(b, t.request, t.token), seen = first_seen(h, position);
   const int from = t.part_begin * TB_PART > seen ? t.part_begin * TB_PART : seen;
   const int end = t.part_end * TB_PART < position + t.tokens ? t.part_end * TB_PART : position + t.tokens;
@@ -172,7 +172,7 @@ void tb_attention_task_run(tb_attention_plan* plan, int index, const tb_heads* h
   const int row = b->query_start[t.request] + t.token, position = position_of(b, t.request, t.token);
   const size_t own = partial_size(rows, width) * sizeof(float), kernels = (kernel->scratch(h, rows) + 63) / 64 * 64;
   char* scratch = (char*)tb_scratch(SLOT, kernels + own);
-  const size_t head_bytes = h->head_dim * width_of(h->kv_dtype);
+  const size_t head_bytes = tb_kv_head_bytes(h);
   const char** soon = (const char**)tb_scratch(SOON_SLOT, 2 * MOST_SOON * sizeof(char*));
   int soon_bytes = 0;
   const int rows_soon = rows_of_later(plan, index + tb_threads(), h, b, (const char*)k_cache, (const char*)v_cache, soon, &soon_bytes);
@@ -214,20 +214,33 @@ void tb_clear_rest(const tb_heads* h, const tb_batch* b, int request, void* k_ca
   const int end = b->context_len[request], count = b->query_start[request + 1] - b->query_start[request];
   const int offset = end % b->block_size;
   if (!offset || offset > count) return;  // full, or begun earlier
-  const size_t row = (size_t)h->kv_heads * h->head_dim * width_of(h->kv_dtype);
+  const size_t row = h->kv_heads * tb_kv_head_bytes(h);
   const size_t at = ((size_t)b->blocks[b->table_start[request] + end / b->block_size] * b->block_size + offset) * row;
   memset((char*)k_cache + at, 0, (b->block_size - offset) * row);
   memset((char*)v_cache + at, 0, (b->block_size - offset) * row);
 }
 
+void tb_store_kv(const tb_heads* h, int64_t slot, const void* k, const void* v, void* k_cache, void* v_cache) {
+  const size_t bytes = tb_kv_head_bytes(h), row = h->kv_heads * bytes;
+  char *to_k = (char*)k_cache + slot * row, *to_v = (char*)v_cache + slot * row;
+  if (h->kv_dtype == TB_KV_INT8) {
+    const tb_attention_kernel* kernel = tb_attention_of_level();
+    const size_t step = h->head_dim * width_of(h->dtype);
+    for (int i = 0; i < h->kv_heads; i++) {
+      kernel->quantize(h->dtype, (const char*)k + i * step, to_k + i * bytes, h->head_dim);
+      kernel->quantize(h->dtype, (const char*)v + i * step, to_v + i * bytes, h->head_dim);
+    }
+  } else {
+    tb_rows()->cast(h->dtype, k, h->kv_dtype, to_k, h->kv_heads * h->head_dim);
+    tb_rows()->cast(h->dtype, v, h->kv_dtype, to_v, h->kv_heads * h->head_dim);
+  }
+}
+
 void tb_write_kv(const tb_heads* h, const tb_batch* b, const void* k, size_t k_step, const void* v, size_t v_step, void* k_cache,
                  void* v_cache) {
-  const int n = h->kv_heads * h->head_dim;
-  const size_t from = width_of(h->dtype), to = n * width_of(h->kv_dtype);
-  for (int t = 0; t < b->tokens; t++) {
-    tb_rows()->cast(h->dtype, (const char*)k + t * k_step * from, h->kv_dtype, (char*)k_cache + b->slots[t] * to, n);
-    tb_rows()->cast(h->dtype, (const char*)v + t * v_step * from, h->kv_dtype, (char*)v_cache + b->slots[t] * to, n);
-  }
+  const size_t item = width_of(h->dtype);
+  for (int t = 0; t < b->tokens; t++)
+    tb_store_kv(h, b->slots[t], (const char*)k + t * k_step * item, (const char*)v + t * v_step * item, k_cache, v_cache);
   for (int r = 0; r < b->requests; r++) tb_clear_rest(h, b, r, k_cache, v_cache);
 }
 

@@ -4,8 +4,9 @@
 //   tiles of 64              |-------|-------|-------|-------|-- ...
 //   parts of 4 tiles         |-------------------------------|-------------------|-- ...
 //
-// A row runs through the tiles of a part in order, with the online softmax (https://arxiv.org/abs/1805.02867): a maximum, a sum and a
-// weighted sum of V, in float32, that are rescaled when the maximum rises. Parts start anew and are then folded together in order. So
+// A row runs through the tiles of a part in order, with the online softmax (https://arxiv.org/abs/1805.02867): a reference, a sum and a
+// weighted sum of V, in float32. The reference is the maximum of the row's first tile, and moves, with what was summed, when a tile's
+// maximum is higher by more than 8 powers of two. Parts start anew and are then folded together in order. So
 // parts can be computed by different threads (long contexts) or one after the other (prompts) with the same result. What a row must
 // not see has weight 0; tiles and parts of which it sees nothing are left out.
 #pragma once
@@ -25,13 +26,22 @@ typedef struct tb_batch {
   const int32_t* blocks;
 } tb_batch;
 
+// Beside enum tb_dtype, for caches only: a token's head is a row of head_dim int8 (head_dim a multiple of 4) and then one float32 that
+// they are to be multiplied with, max |x| / 127 of that row alone.
+enum { TB_KV_INT8 = 16 };
+
 typedef struct tb_heads {
   int heads, kv_heads, head_dim;
   int dtype;      // of q and of the output
-  int kv_dtype;   // of the caches [blocks, block_size, kv_heads, head_dim]
+  int kv_dtype;   // of the caches [blocks, block_size, kv_heads, row]: enum tb_dtype or TB_KV_INT8
   int window;     // 0: none
   float scale, softcap;  // softcap 0: none
 } tb_heads;
+
+// A token's head in the cache
+static inline size_t tb_kv_head_bytes(const tb_heads* h) {
+  return h->kv_dtype == TB_KV_INT8 ? h->head_dim + sizeof(float) : h->head_dim * (h->kv_dtype == TB_BF16 ? 2 : 4);
+}
 
 // Rows of one KV head: `tokens` consecutive tokens of one request times the query heads that share the KV head.
 typedef struct tb_attention_rows {
@@ -58,6 +68,8 @@ typedef struct tb_attention_kernel {
   void (*fold)(float* sums, float* most, float* total, const float* part_sums, float part_most, float part_total, int width);
   // y = sums / total
   void (*finish)(const float* sums, float total, void* y, int dtype, int n);
+  // A row of an int8 cache from n elements of dtype
+  void (*quantize)(int dtype, const void* x, void* row, int n);
 } tb_attention_kernel;
 
 #ifdef __cplusplus
@@ -69,7 +81,7 @@ extern "C" {
 const tb_attention_kernel* tb_attention_of_level(void);
 
 // What a layer's K/V write needs: copies rows of k, v (a token's heads follow each other; steps from token to token, in elements) to
-// their slots, cast to the caches' dtype. Then clears the rest of each request's last block if this step began it.
+// their slots, cast to the caches' dtype or quantised. Then clears the rest of each request's last block if this step began it.
 void tb_write_kv(const tb_heads* heads, const tb_batch* batch, const void* k, size_t k_step, const void* v, size_t v_step,
                  void* k_cache, void* v_cache);
 
@@ -105,5 +117,7 @@ void tb_attention_plan_reset(tb_attention_plan* plan);  // before it is run agai
 void tb_attention_plan_free(tb_attention_plan* plan);
 void tb_attention_task_run(tb_attention_plan* plan, int index, const tb_heads* heads, const tb_batch* batch, const void* q,
                            size_t q_step, const void* k_cache, const void* v_cache, void* out);
+// One token's k and v (its heads behind each other) to slot `slot`.
+void tb_store_kv(const tb_heads* heads, int64_t slot, const void* k, const void* v, void* k_cache, void* v_cache);
 void tb_clear_rest(const tb_heads* heads, const tb_batch* batch, int request, void* k_cache, void* v_cache);
 #endif

@@ -4,12 +4,10 @@
 //   scores   A = q [rows][head_dim]     B = K of a tile, turned: [head_dim][64 positions]
 //   sums     A = weights [rows][64]     B = V of a tile: [64 positions][head_dim]
 // With bfloat16 q and cache on AVX512-BF16 an "element" is a pair of bfloat16 of neighbouring k, 32 bits like a float, and weights are
-// rounded to bfloat16. Otherwise K and V are widened when they are packed.
+// rounded to bfloat16. Otherwise K and V are widened when they are packed. Of an int8 cache the integers are packed as they are, which is
+// exact; K's scales then multiply the scores, and V's the weights that enter the second product (not those that are summed).
 #pragma once
-#include <math.h>
-
-#include "attention.h"
-#include "vec.h"
+#include "attention_pack.h"
 
 namespace {
 
@@ -21,25 +19,24 @@ enum { ROWS = 4, COLUMNS = 2 };
 enum { ROWS = 3, COLUMNS = 2 };
 #endif
 
-struct Single {  // elements are float32
-  static vec product(vec b, const float* a, vec c) { return fma(b, set1(*a), c); }
-};
-#if defined(__AVX512BF16__)
-struct Pair {
-  static vec product(vec b, const float* a, vec c) {
-    return _mm512_dpbf16_ps(c, (__m512bh)_mm512_castps_si512(b), (__m512bh)_mm512_castps_si512(set1(*a)));
-  }
-};
-#endif
+// What is added to a product: nothing, c, or c * factor[r]
+enum Start { ZERO, KEEP, SCALE };
 
-// c[R][C * W] = c * factor[r] (or zeros without factor) + a b; distances between rows in elements
+// c[R][C * W] = start + a b; distances between rows in elements
 template <class Element, int R, int C>
-inline void product(const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, const float* factor) {
+inline void product(const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, Start start,
+                    const float* factor) {
   vec sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < C; j++) sum[r][j] = factor ? mul(load(c + r * ldc + j * W), set1(factor[r])) : zero();
+    for (int j = 0; j < C; j++) sum[r][j] = start == ZERO ? zero() : load(c + r * ldc + j * W);
+  if (start == SCALE) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int j = 0; j < C; j++) sum[r][j] = mul(sum[r][j], set1(factor[r]));
+  }
   for (int k = 0; k < count; k++) {
     vec column[C];
 #pragma GCC unroll 4
@@ -57,17 +54,18 @@ inline void product(const float* a, int lda, const float* b, int ldb, int count,
 
 // The same for any number of columns, a multiple of W.
 template <class Element, int R>
-void product_columns(const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, const float* factor, int columns) {
+void product_columns(const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, Start start, const float* factor,
+                     int columns) {
   int j = 0;
-  for (; j + COLUMNS * W <= columns; j += COLUMNS * W) product<Element, R, COLUMNS>(a, lda, b + j, ldb, count, c + j, ldc, factor);
-  for (; j < columns; j += W) product<Element, R, 1>(a, lda, b + j, ldb, count, c + j, ldc, factor);
+  for (; j + COLUMNS * W <= columns; j += COLUMNS * W) product<Element, R, COLUMNS>(a, lda, b + j, ldb, count, c + j, ldc, start, factor);
+  for (; j < columns; j += W) product<Element, R, 1>(a, lda, b + j, ldb, count, c + j, ldc, start, factor);
 }
 
 template <class Element>
-void product_rows(int rows, const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, const float* factor,
-                  int columns) {
+void product_rows(int rows, const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, Start start,
+                  const float* factor, int columns) {
   switch (rows) {
-#define TB_CASE(n) case n: return product_columns<Element, n>(a, lda, b, ldb, count, c, ldc, factor, columns);
+#define TB_CASE(n) case n: return product_columns<Element, n>(a, lda, b, ldb, count, c, ldc, start, factor, columns);
     TB_CASE(1)
     TB_CASE(2)
     TB_CASE(3)
@@ -82,67 +80,9 @@ void product_rows(int rows, const float* a, int lda, const float* b, int ldb, in
   }
 }
 
-// How the tiles are packed: 32-bit elements from storage T.
-template <class T>
-struct Widened {
-  typedef Single Element;
-  enum { GROUP = 1, RAW = sizeof(T) == 4 };  // values of an element; elements are in memory as they are needed
-  static vec read(const T* x, int n) { return n >= W ? load(x) : load_n(x, n); }
-  static void store_weights(float* p, vec w) { store(p, w); }
-  static float* weight_at(float* p, int i) { return p + i; }
-  static void values(const T* const* rows, int count, int dim, int width, float* to) {
-    for (int i = 0; i < count; i++)
-      for (int d = 0; d < width; d += W) store(to + i * width + d, d + W <= dim ? load(rows[i] + d) : d < dim ? load_n(rows[i] + d, dim - d) : zero());
-    for (int i = count * width; i < TB_TILE * width; i += W) store(to + i, zero());
-  }
-};
-
-#if defined(__AVX512BF16__)
-struct Paired {
-  typedef Pair Element;
-  enum { GROUP = 2, RAW = 1 };
-  static vec read(const bf16* x, int n) {
-    if (n >= 32) return _mm512_castsi512_ps(_mm512_loadu_si512(x));
-    return _mm512_castsi512_ps(_mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), x));
-  }
-  static void store_weights(float* p, vec w) { _mm256_storeu_si256((__m256i*)p, narrow(w)); }
-  static float* weight_at(float* p, int i) { return p + i / 2; }
-  static __m512i lanes() { return _mm512_cvtps_epi32(iota()); }
-  static __m512i wide(const bf16* x, int n) {
-    return _mm512_cvtepu16_epi32(n >= 16 ? _mm256_loadu_si256((const __m256i*)x) : _mm256_maskz_loadu_epi16((__mmask16)((1u << n) - 1), x));
-  }
-  static void values(const bf16* const* rows, int count, int dim, int width, float* to) {
-    const __m512i low = _mm512_add_epi32(_mm512_set1_epi32(0x00200000), _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001), lanes()));
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(0x00100010));
-    for (int i = 0; i < count; i += 2) {
-      int d = 0;
-      for (; d + 32 <= dim && i + 1 < count; d += 32) {
-        __m512i even = _mm512_loadu_si512(rows[i] + d), odd = _mm512_loadu_si512(rows[i + 1] + d);
-        _mm512_storeu_si512(to + i / 2 * width + d, _mm512_permutex2var_epi16(even, low, odd));
-        _mm512_storeu_si512(to + i / 2 * width + d + 16, _mm512_permutex2var_epi16(even, high, odd));
-      }
-      for (; d < width; d += 16) {
-        const int n = dim - d;
-        __m512i even = n > 0 ? wide(rows[i] + d, n) : _mm512_setzero_si512();
-        __m512i odd = n > 0 && i + 1 < count ? wide(rows[i + 1] + d, n) : _mm512_setzero_si512();
-        _mm512_storeu_si512(to + i / 2 * width + d, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
-      }
-    }
-    for (int i = (count + 1) / 2 * width; i < TB_TILE / 2 * width; i += 16) store(to + i, zero());
-  }
-};
-#endif
-
-inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
-
-struct Shape {
-  int steps;  // elements of a row of q, a multiple of W
-  int width;  // columns of V, a multiple of 16
-  Shape(const tb_heads* h, int group) : steps(round_up((h->head_dim + group - 1) / group, W)), width(round_up(h->head_dim, 16)) {}
-};
-
 struct Scratch {
-  float *q, *k, *v, *scores, *weights, *sums, *most, *total, *lanes;
+  float *q, *k, *v, *scores, *weights, *sums, *most, *lanes;
+  int* token;  // by row
   Scratch(void* at, const Shape& s, int rows) {
     float* p = (float*)at;
     q = p, p += (size_t)rows * s.steps;
@@ -152,93 +92,91 @@ struct Scratch {
     weights = p, p += ROWS * TB_TILE;
     sums = p, p += (size_t)rows * s.width;
     most = p, p += round_up(rows, 16);
-    total = p, p += round_up(rows, 16);
-    lanes = p;
+    lanes = p, p += round_up(rows, 16) * W;
+    token = (int*)p;
   }
 };
 
 size_t scratch_bytes(const tb_heads* h, int rows) {
   const size_t steps = round_up(h->head_dim, 16), width = steps;
-  return 4 * (rows * (steps + width + 16) + TB_TILE * (steps + width) + 2 * ROWS * TB_TILE + 2 * round_up(rows, 16));
+  return 4 * (rows * (steps + width + 1) + TB_TILE * (steps + width) + 2 * ROWS * TB_TILE + round_up(rows, 16) * (1 + W));
 }
 
-template <class Pack, class Q>
-void pack_queries(const tb_attention_rows* a, const Shape& s, int group, float* to) {
-  const int dim = a->heads->head_dim;
-  for (int t = 0; t < a->tokens; t++)
-    for (int g = 0; g < group; g++, to += s.steps) {
-      const Q* from = (const Q*)a->q + t * a->q_step + (size_t)g * dim;
-      if (Pack::GROUP == 2) {
-        memcpy(to, from, dim * sizeof(Q));
-        memset((char*)to + dim * sizeof(Q), 0, s.steps * 4 - dim * sizeof(Q));
-      } else {
-        for (int d = 0; d < s.steps; d += W) store(to + d, d + W <= dim ? load(from + d) : d < dim ? load_n(from + d, dim - d) : zero());
-      }
+// x of the columns lo <= column < hi, from `column` on; `other` elsewhere
+inline vec visible(vec x, int column, int lo, int hi, float other) {
+  vec at = add(iota(), set1((float)column));
+  return less_then(at, set1((float)lo), set1(other), less_then(at, set1((float)hi), x, set1(other)));
+}
+
+// What a tile's scores are multiplied with: all alike, or (int8) each column; and what weights are.
+struct Scales {
+  float all;
+  alignas(64) float k[TB_TILE], v[TB_TILE];
+
+  void read(const int8_t* const* k_rows, const int8_t* const* v_rows, int count, int dim) {
+    for (int i = 0; i < TB_TILE; i++) k[i] = v[i] = 0;
+    for (int i = 0; i < count; i++) {
+      memcpy(&k[i], k_rows[i] + dim, sizeof k[i]);
+      memcpy(&v[i], v_rows[i] + dim, sizeof v[i]);
     }
-}
+    for (int i = 0; i < TB_TILE; i += W) store(k + i, mul(load(k + i), set1(all)));
+  }
+  template <class T>
+  void read(const T* const*, const T* const*, int, int) {}
+};
 
-// K of up to 64 positions, turned; zeros beyond `count`.
-template <class Pack, class T>
-void pack_keys(const T* const* rows, int count, int dim, const Shape& s, float* to) {
-  for (int i = 0; i < TB_TILE; i += W)
-    for (int d = 0; d < s.steps; d += W) {
-      vec r[W];
-      const int n = dim - d * Pack::GROUP;
-#if defined(__AVX512F__)
-      if (Pack::RAW && n >= W * Pack::GROUP && i + W <= count) {
-        const void* from[W];
-        for (int j = 0; j < W; j++) from[j] = rows[i + j] + d * Pack::GROUP;
-        transpose_from(from, r);
-#pragma GCC unroll 16
-        for (int j = 0; j < W; j++) store(to + (size_t)(d + j) * TB_TILE + i, r[j]);
-        continue;
-      }
-#endif
-#pragma GCC unroll 16
-      for (int j = 0; j < W; j++) r[j] = i + j < count && n > 0 ? Pack::read(rows[i + j] + d * Pack::GROUP, n) : zero();
-      transpose(r);
-#pragma GCC unroll 16
-      for (int j = 0; j < W; j++) store(to + (size_t)(d + j) * TB_TILE + i, r[j]);
-    }
-}
-
-// One row of a tile: scores become weights of the visible columns lo <= i < hi; the row's maximum (of scores times log2 e) and sum
-// move on. scale and softcap carry that log2 e. Returns what the row's sums so far are to be multiplied with.
+// Scores of one row's visible columns lo <= i < hi as they are compared and weighed: times scale, if `plain` later on. Returns the
+// largest by lanes. scale and softcap carry log2 e.
 template <class Pack>
-float weigh(const float* scores, float* weights, int lo, int hi, float scale, float softcap, float* most, float* lanes) {
-  vec s[TB_TILE / W];
+inline vec survey(float* scores, int lo, int hi, const Scales& by, float softcap, bool plain) {
   vec top = set1(-INFINITY);
-  const bool whole = lo <= 0 && hi >= TB_TILE;
 #pragma GCC unroll 4
   for (int i = 0; i < TB_TILE / W; i++) {
-    s[i] = mul(load(scores + i * W), set1(scale));
-    if (softcap != 0) s[i] = mul(tanh(div(s[i], set1(softcap))), set1(softcap));
-    if (!whole) {
-      vec at = add(iota(), set1((float)(i * W)));
-      s[i] = less_then(at, set1((float)lo), set1(-INFINITY), less_then(at, set1((float)hi), s[i], set1(-INFINITY)));
+    vec s = load(scores + i * W);
+    if (!plain) {
+      s = mul(s, Pack::SCALED ? load(by.k + i * W) : set1(by.all));
+      if (softcap != 0) s = mul(tanh(div(s, set1(softcap))), set1(softcap));
+      store(scores + i * W, s);
     }
-    top = max(top, s[i]);
+    if (lo > 0 || hi < TB_TILE) s = visible(s, i * W, lo, hi, -INFINITY);
+    top = max(top, s);
   }
+  return plain ? mul(top, set1(by.all)) : top;
+}
+
+// A row's reference, from which its weights are powers of 2, moves to its maximum when that is higher by more than SLACK: weights are at
+// most 2^SLACK. Returns what the row's sums so far are to be multiplied with.
+enum { SLACK = 8 };
+inline float raise(vec top, float* most) {
   const float before = *most;
-  float after = before;
-  if (any_greater(top, set1(before))) after = max_lanes(top);
-  *most = after;
+  if (!any_greater(top, set1(before + SLACK))) return 1;
+  *most = max_lanes(top);
+  if (before == -INFINITY) return 1;  // sums are zeros yet
+  float t[W];
+  store(t, exp2<false>(set1(before - *most)));
+  return t[0];
+}
+
+// One row of a tile: 2^(score * scale - most) of the visible columns, 0 elsewhere; `lanes` gets their sum.
+template <class Pack>
+inline void weigh(const float* scores, float* weights, int lo, int hi, const Scales& by, float scale, float most, float factor,
+                  float* lanes) {
   vec sum = zero();
 #pragma GCC unroll 4
   for (int i = 0; i < TB_TILE / W; i++) {
-    vec weight = exp2<Pack::GROUP == 2>(sub(s[i], set1(after)));
-    Pack::store_weights(Pack::weight_at(weights, i * W), weight);
+    vec weight = exp2<Pack::GROUP == 2>(fma(load(scores + i * W), set1(scale), set1(-most)));
+    if (lo > 0 || hi < TB_TILE) weight = visible(weight, i * W, lo, hi, 0);
     sum = add(sum, weight);
-  }
-  float factor = 1;
-  if (before != after) {
-    float t[W];
-    store(t, exp2<false>(set1(before - after)));
-    factor = t[0];
+    if (Pack::SCALED) {
+      weight = mul(weight, load(by.v + i * W));
+      if (lo > 0 || hi < TB_TILE) weight = visible(weight, i * W, lo, hi, 0);  // the scale may be NaN
+    }
+    Pack::store_weights(Pack::weight_at(weights, i * W), weight);
   }
   store(lanes, fma(load(lanes), set1(factor), sum));
-  return factor;
 }
+
+inline vec weighted(vec part, float part_by, vec sum, float by) { return fma(part, set1(part_by), mul(sum, set1(by))); }
 
 void fold(float* sums, float* most, float* total, const float* part_sums, float part_most, float part_total, int width) {
   const float after = *most > part_most ? *most : part_most;
@@ -247,7 +185,63 @@ void fold(float* sums, float* most, float* total, const float* part_sums, float 
   store(b, exp2<false>(set1(part_most - after)));
   *most = after;
   *total = *total * a[0] + part_total * b[0];
-  for (int d = 0; d < width; d += W) store(sums + d, fma(load(part_sums + d), set1(b[0]), mul(load(sums + d), set1(a[0]))));
+  for (int d = 0; d < width; d += W) store(sums + d, weighted(load(part_sums + d), b[0], load(sums + d), a[0]));
+}
+
+// sum_lanes of each of n <= W rows
+inline vec sums_of_lanes(const float* rows, int n) {
+  vec lanes[W];
+  if (n <= 4) {
+    float t[W] = {};
+    for (int j = 0; j < n; j++) t[j] = sum_lanes(load(rows + j * W));
+    return load(t);
+  }
+  for (int j = 0; j < W; j++) lanes[j] = load(rows + j * W);
+  transpose(lanes);
+  for (int half = W / 2; half; half /= 2)
+    for (int j = 0; j < half; j++) lanes[j] = add(lanes[j], lanes[j + half]);
+  return lanes[0];
+}
+
+// Folds what the rows found in a part into what they found in earlier ones.
+void close_part(const tb_attention_rows* a, const Scratch& s, int width, int rows, int part) {
+  const int from = part * TB_PART, window = a->heads->window;
+  for (int block = 0; block < rows; block += W) {
+    const int n = rows - block < W ? rows - block : (int)W;
+    const vec part_total = sums_of_lanes(s.lanes + (size_t)block * W, n);
+    const vec most = load_up_to(a->most + block, n), part_most = load_up_to(s.most + block, n), after = max(most, part_most);
+    const vec by = exp2<false>(sub(most, after)), part_by = exp2<false>(sub(part_most, after));
+    const vec total = add(mul(load_up_to(a->total + block, n), by), mul(part_total, part_by));
+    float own[W], of_part[W], mosts[W], totals[W], part_totals[W];
+    store(own, by), store(of_part, part_by), store(mosts, after), store(totals, total), store(part_totals, part_total);
+    for (int j = 0; j < n; j++) {
+      const int r = block + j, position = a->position + s.token[r];
+      const int low = window && position >= window ? position - window + 1 : 0;
+      if (position < from || low >= from + TB_PART) continue;
+      const float* sums = s.sums + (size_t)r * width;
+      float* into = a->sums + (size_t)r * width;
+      if (part == (a->part_begin > low / TB_PART ? a->part_begin : low / TB_PART)) {  // the row's first part here
+        for (int d = 0; d < width; d += W) store(into + d, load(sums + d));
+        a->most[r] = s.most[r];
+        a->total[r] = part_totals[j];
+      } else {
+        for (int d = 0; d < width; d += W) store(into + d, weighted(load(sums + d), of_part[j], load(into + d), own[j]));
+        a->most[r] = mosts[j];
+        a->total[r] = totals[j];
+      }
+    }
+  }
+}
+
+// Where K and V of `count` positions from `first` on are.
+template <class T>
+void rows_of(const tb_attention_rows* a, size_t step, int first, int count, const T** k, const T** v) {
+  for (int i = 0, block = first / a->block_size, offset = first % a->block_size; i < count; i++) {
+    const size_t at = ((size_t)a->blocks[block] * a->block_size + offset) * step;
+    k[i] = (const T*)a->k + at;
+    v[i] = (const T*)a->v + at;
+    if (++offset == a->block_size) offset = 0, block++;
+  }
 }
 
 template <class Pack, class Q, class T>
@@ -256,11 +250,15 @@ void attend(const tb_attention_rows* a, void* memory) {
   const int group = h->heads / h->kv_heads, rows = a->tokens * group, dim = h->head_dim, window = h->window;
   const int end = a->position + a->tokens;  // one past the last position that any row sees
   const int first = window && a->position >= window ? a->position - window + 1 : 0;
-  const float scale = h->scale * 1.44269504f, softcap = h->softcap * 1.44269504f;
+  const float softcap = h->softcap * 1.44269504f;
+  Scales by;
+  by.all = h->scale * 1.44269504f;
+  const bool plain = !Pack::SCALED && softcap == 0 && by.all > 0;
   const Shape shape(h, Pack::GROUP);
   Scratch s(memory, shape, rows);
   pack_queries<Pack, Q>(a, shape, group, s.q);
-  const size_t position_step = (size_t)h->kv_heads * dim, block_step = position_step * a->block_size;
+  for (int r = 0; r < rows; r++) s.token[r] = r / group;
+  const size_t position_step = h->kv_heads * tb_kv_head_bytes(h) / sizeof(T);
   const int last = a->part_end * TB_PART < end ? a->part_end * TB_PART : end;
   const int tiles = (last - (first > a->part_begin * TB_PART ? first : a->part_begin * TB_PART) + TB_TILE - 1) / TB_TILE;
   const int later_share = a->later_rows / (tiles < 1 ? 1 : tiles) + 1;
@@ -270,69 +268,80 @@ void attend(const tb_attention_rows* a, void* memory) {
     const int from = part * TB_PART, to = from + TB_PART < end ? from + TB_PART : end;
     if (to <= first) continue;
     for (int r = 0; r < rows; r++) s.most[r] = -INFINITY;
-    memset(s.lanes, 0, (size_t)rows * W * 4);
-    memset(s.sums, 0, (size_t)rows * shape.width * 4);
+    memset(s.lanes, 0, (size_t)round_up(rows, W) * W * 4);
     for (int tile = from; tile < to; tile += TB_TILE) {
       if (tile + TB_TILE <= first) continue;
       const int count = end - tile < TB_TILE ? end - tile : (int)TB_TILE;
-      const T *k[TB_TILE], *v[TB_TILE];
-      for (int i = 0, block = tile / a->block_size, offset = tile % a->block_size; i < count; i++) {
-        const size_t at = a->blocks[block] * block_step + offset * position_step;
-        k[i] = (const T*)a->k + at;
-        v[i] = (const T*)a->v + at;
-        if (++offset == a->block_size) offset = 0, block++;
-      }
+      const T *k[TB_TILE], *v[TB_TILE], *next_k[TB_TILE], *next_v[TB_TILE];
+      rows_of<T>(a, position_step, tile, count, k, v);
+      // many rows: the next tile's K and V are fetched in the course of them
+      const int after = end - tile - TB_TILE < TB_TILE ? end - tile - TB_TILE : (int)TB_TILE;
+      const int next = rows >= 2 * TB_TILE && tile + TB_TILE < last ? after : 0;
+      rows_of<T>(a, position_step, tile + TB_TILE, next, next_k, next_v);
       for (const int stop = later + later_share < a->later_rows ? later + later_share : a->later_rows; later < stop; later++)
         for (int b = 0; b < a->later_bytes; b += 64) __builtin_prefetch(a->later[later] + b, 0, 2);
       pack_keys<Pack, T>(k, count, dim, shape, s.k);
       Pack::values(v, count, dim, shape.width, s.v);
+      by.read(k, v, count, dim);
       // rows that see something of the tile: from the first token that is not too early to the last that is not too late
-      const int early = tile > a->position ? tile - a->position : 0;
-      const int late = window && tile + TB_TILE + window - 1 - a->position < a->tokens ? tile + TB_TILE + window - 1 - a->position : a->tokens;
+      const int early = tile > a->position ? tile - a->position : 0, gone = tile + TB_TILE + window - 1 - a->position;
+      const int late = window && gone < a->tokens ? gone : a->tokens;
+      int fetched = 0;
       for (int r = early * group; r < late * group; r += ROWS) {
+        for (const int stop = next * (r + ROWS) / (late * group); fetched < stop && fetched < next; fetched++)
+          for (size_t b = 0; b < dim * sizeof(T); b += 64) {
+            __builtin_prefetch((const char*)next_k[fetched] + b, 0, 2);
+            __builtin_prefetch((const char*)next_v[fetched] + b, 0, 2);
+          }
         const int some = late * group - r < ROWS ? late * group - r : (int)ROWS;
+        // columns from here on are seen by none of the rows
+        const int seen = a->position + s.token[r + some - 1] + 1 - tile, needed = seen < TB_TILE ? seen : (int)TB_TILE;
         product_rows<typename Pack::Element>(some, s.q + (size_t)r * shape.steps, shape.steps, s.k, TB_TILE, shape.steps, s.scores,
-                                             TB_TILE, nullptr, TB_TILE);
+                                             TB_TILE, ZERO, nullptr, TB_TILE);
         float factor[ROWS];
+        int lo[ROWS], hi[ROWS], fresh = 0, moved = 0;
+        for (int i = 0; i < some; i++) fresh += s.most[r + i] == -INFINITY;
         for (int i = 0; i < some; i++) {
-          const int position = a->position + (r + i) / group;
-          const int lo = window ? position - window + 1 - tile : 0;
-          factor[i] = weigh<Pack>(s.scores + i * TB_TILE, s.weights + i * TB_TILE / Pack::GROUP, lo, position + 1 - tile, scale,
-                                  softcap, s.most + r + i, s.lanes + (size_t)(r + i) * W);
+          const int position = a->position + s.token[r + i];
+          lo[i] = window ? position - window + 1 - tile : 0;
+          hi[i] = position + 1 - tile;
+          if (fresh < some && s.most[r + i] == -INFINITY) memset(s.sums + (size_t)(r + i) * shape.width, 0, shape.width * 4);
+          factor[i] = raise(survey<Pack>(s.scores + i * TB_TILE, lo[i], hi[i], by, softcap, plain), s.most + r + i);
+          moved += factor[i] != 1;
         }
-        product_rows<typename Pack::Element>(some, s.weights, TB_TILE / Pack::GROUP, s.v, shape.width, TB_TILE / Pack::GROUP,
-                                             s.sums + (size_t)r * shape.width, shape.width, factor, shape.width);
+        const Start start = fresh == some ? ZERO : moved ? SCALE : KEEP;
+        for (int i = 0; i < some; i++)
+          weigh<Pack>(s.scores + i * TB_TILE, s.weights + i * TB_TILE / Pack::GROUP, lo[i], hi[i], by, plain ? by.all : 1.0f,
+                      s.most[r + i], factor[i], s.lanes + (size_t)(r + i) * W);
+        product_rows<typename Pack::Element>(some, s.weights, TB_TILE / Pack::GROUP, s.v, shape.width,
+                                             (needed + Pack::GROUP - 1) / Pack::GROUP, s.sums + (size_t)r * shape.width, shape.width,
+                                             start, factor, shape.width);
       }
     }
-    for (int r = 0; r < rows; r++) {
-      const int position = a->position + r / group;
-      const int low = window && position >= window ? position - window + 1 : 0;
-      if (position < from || low >= from + TB_PART) continue;
-      const float total = sum_lanes(load(s.lanes + (size_t)r * W));
-      const float* sums = s.sums + (size_t)r * shape.width;
-      float* into = a->sums + (size_t)r * shape.width;
-      const int begin = a->part_begin > low / TB_PART ? a->part_begin : low / TB_PART;  // the row's first part here
-      if (part == begin) {
-        memcpy(into, sums, (size_t)shape.width * 4);
-        a->most[r] = s.most[r];
-        a->total[r] = total;
-      } else {
-        fold(into, a->most + r, a->total + r, sums, s.most[r], total, shape.width);
-      }
-    }
+    close_part(a, s, shape.width, rows, part);
+  }
+}
+
+template <class Q, class T>
+void run_as(const tb_attention_rows* a, void* scratch) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(Q) == 2 && sizeof(T) <= 2) return attend<Paired<T>, Q, T>(a, scratch);
+#endif
+  return attend<Widened<T>, Q, T>(a, scratch);
+}
+
+template <class Q>
+void run_with(const tb_attention_rows* a, void* scratch) {
+  switch (a->heads->kv_dtype) {
+    case TB_BF16: return run_as<Q, bf16>(a, scratch);
+    case TB_KV_INT8: return run_as<Q, int8_t>(a, scratch);
+    default: return run_as<Q, float>(a, scratch);
   }
 }
 
 void run(const tb_attention_rows* a, void* scratch) {
-  const bool q16 = a->heads->dtype == TB_BF16, kv16 = a->heads->kv_dtype == TB_BF16;
-#if defined(__AVX512BF16__)
-  if (q16 && kv16) return attend<Paired, bf16, bf16>(a, scratch);
-#else
-  if (q16 && kv16) return attend<Widened<bf16>, bf16, bf16>(a, scratch);
-#endif
-  if (q16) return attend<Widened<float>, bf16, float>(a, scratch);
-  if (kv16) return attend<Widened<bf16>, float, bf16>(a, scratch);
-  return attend<Widened<float>, float, float>(a, scratch);
+  if (a->heads->dtype == TB_BF16) run_with<bf16>(a, scratch);
+  else run_with<float>(a, scratch);
 }
 
 void finish(const float* sums, float total, void* y, int dtype, int n) {
@@ -348,4 +357,4 @@ void finish(const float* sums, float total, void* y, int dtype, int n) {
 
 #define TB_ATTENTION_KERNEL(name)          \
   extern const tb_attention_kernel name;   \
-  const tb_attention_kernel name = {W, scratch_bytes, run, fold, finish};
+  const tb_attention_kernel name = {W, scratch_bytes, run, fold, finish, quantize};

@@ -1,5 +1,5 @@
-// One job of the pool a step: every worker runs through the same phases, takes tasks of a phase as long as there are some, and meets
-// the others at its end. With few tokens, what lies between two matrix products (norms, rotation, K/V write) is too little to share:
+// One job of the pool a step: every worker runs through the same phases, takes tasks of a phase as long as there are some, and goes on
+// when all of them are done. A worker that the system held up finds the phases over that the others did without it. With few tokens, what lies between two matrix products (norms, rotation, K/V write) is too little to share:
 // the worker that finishes a phase's last task does it while the others wait.
 #include "decoder.h"
 
@@ -13,26 +13,27 @@
 #include "pool.h"
 #include "quant.h"
 
+struct alignas(64) Counter {
+  int taken, done;
+};
+
 struct tb_decoder {
   tb_decoder_config config;
   tb_decoder_layer* layer;
   tb_attention_plan* plan;  // by layer; layers of one window use the first one's
   int* plan_of;             // by layer
   tb_heads* heads;          // by layer
+  Counter* counters;        // by phase of a step
   char* memory;             // activations
   size_t room;
 };
 
 namespace {
 
-enum { FEW_TOKENS = 4, ROW_PIECE = 128, GLU_SLOT = 3 };
+enum { FEW_TOKENS = 4, STREAMING_TOKENS = 16, BROUGHT = 16 << 10, ROW_PIECE = 128, GLU_SLOT = 3, PHASES_OF_A_LAYER = 10 };
 
 size_t width_of(int dtype) { return dtype == TB_BF16 ? 2 : 4; }
 size_t lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-struct alignas(64) Counter {
-  int taken, done;
-};
 
 // Rows of int8 for the products that take them, beside the rows of dtype that they were made of.
 struct Quantised {
@@ -48,7 +49,7 @@ struct Step {
   Quantised normal_q, attended_q, activated_q;
   char* hidden;
   int threads;
-  Counter counters[4] = {};
+  Counter* counters;
 };
 
 struct Worker {
@@ -57,23 +58,39 @@ struct Worker {
   const int tokens, index;
   const size_t item;
   int phases = 0;
+  const tb_packed* soon = nullptr;  // weights that the next phases read
 
   Worker(Step& step, int worker)
       : s(step), c(step.decoder->config), tokens(step.args->batch.tokens), index(worker), item(width_of(c.dtype)) {}
 
   bool few() const { return tokens <= FEW_TOKENS; }
 
-  // f(task) for each task, then `last()` on one worker, then all go on. A counter is cleared two phases before its next use.
+  // f(task) for each task, then `last()` on one worker, then all go on.
   template <class F, class L>
   void phase(int tasks, F f, L last) {
-    Counter& counter = s.counters[phases & 3];
-    if (index == 0) s.counters[(phases + 2) & 3] = Counter();
-    phases++;
+    Counter& counter = s.counters[phases];
+    const unsigned stage = ++phases;
+    if (tb_stage_over(stage)) return;
     for (int i; (i = __atomic_fetch_add(&counter.taken, 1, __ATOMIC_RELAXED)) < tasks;) {
       f(i);
-      if (__atomic_add_fetch(&counter.done, 1, __ATOMIC_ACQ_REL) == tasks) last();
+      if (__atomic_add_fetch(&counter.done, 1, __ATOMIC_ACQ_REL) < tasks) continue;
+      last();
+      tb_stage_done(stage);
     }
-    tb_barrier();
+    if (tb_stage_over(stage)) return;
+    bring();
+    tb_stage_wait(stage);
+  }
+
+  // While the others finish: the beginning of what this worker will probably read next, so that the memory works all the time.
+  void bring() {
+    if (!soon || tokens > STREAMING_TOKENS) return;
+    const tb_segment& of = soon->segment[0];
+    const int piece = soon->tiles / (4 * s.threads), tile = index * (piece < 1 ? 1 : piece);
+    if (tile >= of.tiles) return;
+    const char* from = of.data + tile * of.tile_bytes;
+    const size_t left = (of.tiles - tile) * of.tile_bytes, bytes = left < BROUGHT ? left : (size_t)BROUGHT;
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
   }
 
   // f(first, end) over all tokens
@@ -145,7 +162,7 @@ struct Worker {
   // Norm and rotation of q and k, K and V into the cache.
   void place(int l, int first, int end) {
     const tb_decoder_layer& layer = s.decoder->layer[l];
-    const int kv = c.kv_heads * c.head_dim, all = c.heads + c.kv_heads;
+    const int all = c.heads + c.kv_heads;
     for (int t = first; t < end; t++) {
       char* row = s.qkv + (size_t)t * (all + c.kv_heads) * c.head_dim * item;
       for (int h = 0; h < all; h++) {
@@ -159,9 +176,8 @@ struct Worker {
         }
       }
       const char* k = row + c.heads * c.head_dim * item;
-      const size_t slot = s.args->batch.slots[t] * kv * item;
-      memcpy((char*)s.args->k[l] + slot, k, kv * item);
-      memcpy((char*)s.args->v[l] + slot, k + kv * item, kv * item);
+      const char* v = k + c.kv_heads * c.head_dim * item;
+      tb_store_kv(&s.decoder->heads[l], s.args->batch.slots[t], k, v, s.args->k[l], s.args->v[l]);
     }
     if (first == 0) {
       tb_attention_plan_reset(&s.decoder->plan[s.decoder->plan_of[l]]);
@@ -182,6 +198,7 @@ struct Worker {
   void attention(int l) {
     const tb_decoder_layer& layer = s.decoder->layer[l];
     const int qkv = (c.heads + 2 * c.kv_heads) * c.head_dim;
+    soon = layer.out;
     product(
         layer.qkv->tiles, 4,
         [&](int first, int count, int tile, int end) {
@@ -197,6 +214,7 @@ struct Worker {
         },
         layer.out, layer.out->input != TB_VALUES, s.attended, s.attended_q);
     const bool add = !layer.after_attention;
+    soon = layer.gate;
     product(
         layer.out->tiles, 4,
         [&](int first, int count, int tile, int end) {
@@ -228,6 +246,7 @@ struct Worker {
     int piece = layer.gate->tiles / (4 * s.threads);
     piece = piece < 1 ? 1 : tokens > 16 && piece > 2 ? 2 : piece;
     const int columns = (layer.gate->tiles + piece - 1) / piece;
+    soon = layer.down;
     phase_then_quantise(
         columns * pieces,
         [&](int i) {
@@ -237,6 +256,7 @@ struct Worker {
         layer.down, layer.down->input == TB_INT8_ROWS, s.activated, s.activated_q);
     const float* next = final ? c.norm : s.decoder->layer[l + 1].before_attention;
     const tb_packed* reader = final ? nullptr : s.decoder->layer[l + 1].qkv;
+    soon = final ? c.head : reader;
     product(
         layer.down->tiles, 2,
         [&](int first, int count, int tile, int end) {
@@ -310,6 +330,8 @@ bool lay_out(Step& s) {
 
 }  // namespace
 
+static size_t phases_of(int layers) { return (size_t)PHASES_OF_A_LAYER * layers + 1; }
+
 tb_decoder* tb_decoder_create(const tb_decoder_config* config) {
   const int n = config->layers;
   tb_decoder* d = new (std::nothrow) tb_decoder();
@@ -319,7 +341,8 @@ tb_decoder* tb_decoder_create(const tb_decoder_config* config) {
   d->plan = (tb_attention_plan*)calloc(n, sizeof *d->plan);
   d->plan_of = (int*)calloc(n, sizeof *d->plan_of);
   d->heads = (tb_heads*)calloc(n, sizeof *d->heads);
-  if (!d->layer || !d->plan || !d->plan_of || !d->heads) {
+  d->counters = (Counter*)aligned_alloc(alignof(Counter), phases_of(n) * sizeof(Counter));
+  if (!d->counters || !d->layer || !d->plan || !d->plan_of || !d->heads) {
     tb_decoder_free(d);
     return nullptr;
   }
@@ -333,12 +356,17 @@ tb_decoder* tb_decoder_create(const tb_decoder_config* config) {
   return d;
 }
 
+void tb_decoder_set_kv(tb_decoder* d, int kv_dtype) {
+  for (int l = 0; l < d->config.layers; l++) d->heads[l].kv_dtype = kv_dtype;
+}
+
 void tb_decoder_free(tb_decoder* d) {
   if (!d) return;
   for (int l = 0; d->plan && l < d->config.layers; l++) tb_attention_plan_free(&d->plan[l]);
   free(d->plan);
   free(d->plan_of);
   free(d->heads);
+  free(d->counters);
   free(d->layer);
   tb_free(d->memory);
   delete d;
@@ -350,6 +378,8 @@ int tb_decoder_step(tb_decoder* d, const tb_decoder_step_args* args, void* hidde
   s.args = args;
   s.rows = tb_rows();
   s.hidden = (char*)hidden;
+  s.counters = d->counters;
+  memset(s.counters, 0, phases_of(d->config.layers) * sizeof(Counter));
   tb_run(1, [](void*, int, int) {}, nullptr);  // threads that the system refuses are known after this
   s.threads = tb_threads();
   if (!lay_out(s)) return -1;

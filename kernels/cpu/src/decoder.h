@@ -28,7 +28,7 @@ typedef struct tb_decoder_config {
 typedef struct tb_decoder_step_args {
   tb_batch batch;
   const int64_t *token_ids, *positions;  // [tokens]
-  void* const* k;                        // by layer: [blocks, block_size, kv_heads, head_dim] of dtype
+  void* const* k;                        // by layer: caches as tb_heads has them, of dtype or as tb_decoder_set_kv says
   void* const* v;
   const float* const* cos;  // by table: [positions, half]
   const float* const* sin;
@@ -44,6 +44,9 @@ extern "C" {
 // Copies the config and the array of layers, not what they point to. NULL when there is no memory.
 tb_decoder* tb_decoder_create(const tb_decoder_config* config);
 void tb_decoder_free(tb_decoder* decoder);
+
+// The caches of the next steps: enum tb_dtype (the config's) or TB_KV_INT8.
+void tb_decoder_set_kv(tb_decoder* decoder, int kv_dtype);
 
 // Writes the tokens' K/V and `hidden` [tokens, hidden] of dtype, normalised. 0, or -1 when there is no memory for the activations.
 // One call at a time for a decoder.

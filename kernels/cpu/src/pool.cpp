@@ -103,6 +103,7 @@ struct Pool {
   alignas(64) std::atomic<int> next{0};
   Signal phase;  // the barrier's
   alignas(64) std::atomic<int> arrived{0};
+  Signal stage;  // the last one that is over
 };
 
 std::atomic<Pool*> pool_in_use{nullptr};
@@ -199,6 +200,7 @@ void tb_run(int tasks, tb_task fn, void* ctx) {
   int workers = tasks < pool->threads ? tasks : pool->threads;
   pool->job = Job{fn, ctx, tasks, workers};
   pool->next.store(0, std::memory_order_relaxed);
+  pool->stage.word.store(0);
   pool->running.store(workers - 1);
   uint32_t finished = pool->done.word.load();
   for (int w = 1; w < workers; ++w) pool->go[w].set(++pool->sent[w]);
@@ -218,6 +220,15 @@ void tb_barrier(void) {
   } else {
     pool->phase.wait_change(phase);
   }
+}
+
+void tb_stage_done(unsigned stage) { the_pool()->stage.set(stage); }
+
+int tb_stage_over(unsigned stage) { return the_pool()->stage.word.load(std::memory_order_acquire) >= stage; }
+
+void tb_stage_wait(unsigned stage) {
+  Pool* pool = the_pool();
+  for (uint32_t seen = pool->stage.word.load(std::memory_order_acquire); seen < stage;) seen = pool->stage.wait_change(seen);
 }
 
 int tb_threads(void) {

@@ -18,6 +18,12 @@ void tb_run(int tasks, tb_task fn, void* ctx);
 // Within tb_run(tasks <= tb_threads()): returns when all its tasks have called it as often; what they wrote is visible.
 void tb_barrier(void);
 
+// Stages of tb_run(tasks <= tb_threads()) that not every task need take part in, numbered from 1 in each run, ended in order. After
+// tb_stage_wait(n), or when tb_stage_over(n) is not 0, all that was written before tb_stage_done(n) is visible.
+void tb_stage_done(unsigned stage);
+void tb_stage_wait(unsigned stage);
+int tb_stage_over(unsigned stage);
+
 // Threads that the next tb_run uses, the caller included. 1 until it is set; clamped to 1 ... 256. Waits for a running tb_run.
 int tb_threads(void);
 void tb_set_threads(int threads);

@@ -280,7 +280,7 @@ inline vec exp(vec x) {
 #endif
 }
 
-// 2^x for x <= 0 (0 far below), a NaN stays, exp2(0) is 1. Relative error of FAST below 2^-18, else that of float32. Polynomials: least
+// 2^x for x <= 8 or so (0 far below), a NaN stays, exp2(0) is 1. Relative error of FAST below 2^-18, else that of float32. Polynomials: least
 // maximum relative error of 2^f = 1 + f q(f), fitted by ourselves on the interval that f is in.
 template <bool FAST>
 inline vec exp2(vec x) {
