@@ -45,7 +45,7 @@ class ChunkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["adaptive", "fixed"] = "adaptive"
     chunk_size: Annotated[int, msgspec.Meta(ge=1)] = 128
     """Prompt tokens a step runs at most: always in fixed mode, until there are measurements in adaptive mode."""
-    slow_down: Annotated[float, msgspec.Meta(gt=1)] = 3.0
+    slow_down: Annotated[float, msgspec.Meta(gt=1)] = 3.6
     """How many times longer than without prompts a step may take (adaptive mode)."""
     min_chunk: Annotated[int, msgspec.Meta(ge=1)] = 16
     """Prompt tokens a step may always run (adaptive mode)."""
