@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from tokenbus import SamplingParams
-from tokenbus.core.config import Config
+from tokenbus.core.config import CacheConfig, Config
 from tokenbus.core.errors import ConfigError, FieldError
 from tokenbus.core.front.chat import ChatOptions
 from tokenbus.core.front.startup import check_pool
+from tokenbus.core.host import make_host
 from tokenbus.core.kv.sizing import plan
 from tokenbus.core.offline import LLM, _fields, _ids
 
@@ -75,9 +76,16 @@ def test_a_pool_larger_than_memory():
     with pytest.raises(ConfigError, match=r"cache\.num_blocks.*62,501 blocks.*enough for 62,500"):
         plan(10**9, 1000, 5, type(cache)(num_blocks=62_501), 512)
     with pytest.raises(ConfigError, match=r"cache\.num_blocks"):
-        check_pool(Config(cache=type(cache)(num_blocks=10**12)))
-    check_pool(Config(cache=type(cache)(num_blocks=8)))
-    check_pool(Config())
+        check(10**12)
+    check(8)
+    check(None)
+    check(10**12, "quantization.kv_int8")  # how large K/V is then, the engine knows
+
+
+def check(num_blocks: int | None, *enable: str) -> None:
+    config = Config(cache=CacheConfig(num_blocks=num_blocks))
+    host = make_host("front", config)
+    check_pool(config, host, host.start_switches(enable))
 
 
 def test_it_is_found_before_anything_starts(monkeypatch):

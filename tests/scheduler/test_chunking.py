@@ -108,7 +108,7 @@ def test_a_lone_prompt_gets_the_whole_allowance_also_while_others_cannot_run(har
 
 
 def test_adaptive_allowance_follows_measured_times() -> None:
-    plugin = ChunkedPrefill(ChunkSettings(), "engine")
+    plugin = ChunkedPrefill(ChunkSettings(slow_down=3.0), "engine")
     assert plugin.allowance(view(num_decodes=0)) == 2048
     assert plugin.allowance(view()) == 128, "nothing is known yet"
     plugin.times.learn(4, 0, 0.025)
@@ -130,7 +130,7 @@ def test_times_are_smoothed() -> None:
     assert times.prompt_token is None
 
 
-def test_adaptive_steps_stay_near_three_times_a_decode_step(harness) -> None:
+def test_adaptive_steps_stay_near_what_they_may_take(harness) -> None:
     h = harness(num_blocks=800, block_size=16, on=("chunked_prefill",), token_budget=2048)
 
     def step() -> float:
@@ -148,8 +148,8 @@ def test_adaptive_steps_stay_near_three_times_a_decode_step(harness) -> None:
     times = []
     while "b" in h.scheduler.requests:
         times.append(step())
-    assert max(times[10:]) <= 1.1 * 0.060
-    assert sum(times) / len(times) > 0.7 * 0.060, "and use what they may"
+    assert max(times[10:]) <= 1.1 * 3.6 * 0.020
+    assert sum(times) / len(times) > 0.7 * 3.6 * 0.020, "and use what they may"
     h.run()
 
 
