@@ -67,15 +67,21 @@ class CpuDecoder(Decoder):
         )
 
     def _embedding_table(self) -> torch.Tensor | None:
-        """None: the head's rows."""
+        """None: the head's rows. ValueError when there are fewer than the vocabulary has tokens."""
         if isinstance(self.embedding, HeadRows):
+            self._check_vocabulary(self.embedding.head.out_features)
             return None
         if not isinstance(self.embedding, Table):
             raise TypeError(
                 f"the fused decoder takes its embedding from a Table or HeadRows, not {type(self.embedding).__name__}"
             )
+        self._check_vocabulary(len(self.embedding.weight))
         self.embedding.weight = self.embedding.weight.contiguous()
         return self.embedding.weight
+
+    def _check_vocabulary(self, rows: int) -> None:
+        if rows < self.config.vocab_size:
+            raise ValueError(f"the embedding has {rows} rows, and the vocabulary {self.config.vocab_size} tokens")
 
     def _layer(self, layer: _Layer) -> FusedLayer:
         attention, mlp = layer.attention, cast("_Mlp", layer.mlp)

@@ -116,6 +116,7 @@ class PackedFile:
         path = resolved.gguf
         if path is None:
             raise ModelError(f"{resolved.name} is not a GGUF file")
+        self.files = [path]
         self._model, self._dtype = resolved.name, dtype
         self._heads = {
             "q_proj": resolved.config["num_attention_heads"],

@@ -12,6 +12,7 @@ from ..errors import ModelError
 from .decoder import Decoder
 from .families import decoder_config
 from .linears import ModelToLoad
+from .mapped import release_pages
 from .sizing import resolve_dtype, weight_files
 
 if TYPE_CHECKING:
@@ -106,8 +107,12 @@ def _load_decoder(
         make = CpuDecoder
     _log_kernels(resolved, kernels, reason)
     checkpoint = _open(resolved, dtype, device, linears)
-    model = make(config, checkpoint, dtype, device, linears)
+    try:
+        model = make(config, checkpoint, dtype, device, linears)
+    except ValueError as error:  # sizes that fit neither each other nor the config
+        raise ModelError(f"{resolved.name} can't be loaded: {error}") from error
     checkpoint.check_all_read(tied=config.tied)
+    release_pages(checkpoint.files)
     return model
 
 
@@ -143,6 +148,7 @@ class Checkpoint:
     def __init__(self, files: list[Path], name: str, dtype: torch.dtype, device: torch.device) -> None:
         from safetensors import SafetensorError, safe_open
 
+        self.files = files
         self._name = name
         self._dtype = dtype
         self._device = device

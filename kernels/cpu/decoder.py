@@ -104,12 +104,14 @@ class FusedDecoder:
     ) -> None:
         """embedding: [vocabulary, hidden] of shape.dtype, contiguous; None: the head's rows. norm: float32 [hidden].
 
-        Raises ValueError for gate and up whose outputs aren't at the same place, RuntimeError without a library."""
+        Raises ValueError for gate and up whose outputs aren't at the same place and for weights that don't fit `shape` (steps don't look
+        again), RuntimeError without a library."""
         library = lib.load()
         if library is None:
             raise RuntimeError(f"the CPU kernels are not available: {lib.unavailable_reason()}")
         if any(not linear.aligned for layer in layers for linear in (layer.gate, layer.up)):
             raise ValueError("types of gate or up change within 32 outputs: their columns would not stand beside each other")
+        _check_sizes(shape, layers, embedding, norm, head)
         library.declare(SIGNATURES)
         self._c = library.c
         self._kept = (list(layers), embedding, norm, head)
@@ -191,6 +193,42 @@ class FusedDecoder:
         out = torch.empty(hidden.shape[0], self._vocabulary)
         self._c.tb_decoder_logits(self._handle, hidden.data_ptr(), hidden.shape[0], out.data_ptr())
         return out
+
+
+def _check_sizes(
+    shape: FusedShape, layers: Sequence[FusedLayer], embedding: torch.Tensor | None, norm: torch.Tensor, head: CpuLinear
+) -> None:
+    hidden, wide, heads = shape.hidden, shape.intermediate, shape.heads * shape.head_dim
+    products = {
+        "qkv": (heads + 2 * shape.kv_heads * shape.head_dim, hidden),
+        "out": (hidden, heads),
+        "gate": (wide, hidden),
+        "up": (wide, hidden),
+        "down": (hidden, wide),
+    }
+    norms = dict.fromkeys(("before_attention", "after_attention", "before_mlp", "after_mlp"), hidden)
+    norms |= dict.fromkeys(("q_norm", "k_norm"), shape.head_dim)
+    found = [
+        (f"{name} of layer {i}", _size(getattr(layer, name)), size)
+        for i, layer in enumerate(layers)
+        for name, size in products.items()
+    ]
+    found += [
+        (f"{name} of layer {i}", (weight.numel(),), (size,))
+        for i, layer in enumerate(layers)
+        for name, size in norms.items()
+        if (weight := getattr(layer, name)) is not None
+    ]
+    found += [("the norm", (norm.numel(),), (hidden,)), ("the head", _size(head), (head.out_features, hidden))]
+    if embedding is not None:
+        found.append(("the embedding", tuple(embedding.shape), (len(embedding), hidden)))
+    for name, size, wanted in found:
+        if size != wanted:
+            raise ValueError(f"{name} is {list(size)}, not {list(wanted)} as the model's shape has it")
+
+
+def _size(linear: CpuLinear) -> tuple[int, int]:
+    return linear.out_features, linear.in_features
 
 
 def _layer(layer: FusedLayer) -> _Layer:

@@ -22,7 +22,7 @@ RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libt
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:verify_asan_link_order=0",  # the interpreter's own
     "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-    "TSAN_OPTIONS": "halt_on_error=1",
+    "TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0",  # test_pool.py forks
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 
 import pytest
 import torch
@@ -152,6 +154,25 @@ def test_kernels_that_cannot_be_had(tiny, monkeypatch):
     with pytest.raises(ModelError, match="kernels = cpu: no compiler"):
         load(resolve(path), kernels="cpu")
     assert type(load(resolve(path))) is Decoder
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"intermediate_size": 128}, r"gate of layer 0 is \[96, 64\], not \[128, 64\]"),
+        ({"num_key_value_heads": 4}, r"qkv of layer 0 is \[128, 64\], not \[192, 64\]"),
+        ({"hidden_size": 32, "head_dim": 16}, r"qkv of layer 0 is \[128, 64\], not \[128, 32\]"),
+        ({"vocab_size": 300}, "the embedding has 256 rows, and the vocabulary 300 tokens"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_refused(tiny, tmp_path, changes, problem):
+    """Steps would read past the ends of what was packed."""
+    source = tiny("llama-linear").path
+    shutil.copy(source / "model.safetensors", tmp_path)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+    with pytest.raises(ModelError, match=f"can't be loaded: {problem}"):
+        load(resolve(str(tmp_path)), kernels="cpu")
 
 
 def test_the_probe_finds_rows_that_depend_on_their_batch(tiny, monkeypatch):
