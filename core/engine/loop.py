@@ -1,8 +1,11 @@
 """EngineCore: the loop at the centre. An actor: it owns scheduler and KV pool, and is reached only through its mailbox.
 
-    socket ─> reader ─> mailbox ─> [ take in ─> schedule ─> publish plan ─> execute ─> update ─> publish result ─> send ] ─> socket
-                                                                               └─ worker (thread or process)
+    socket ─> reader ─> mailbox ─> [ take in ─> schedule ─> publish plan ─> execute ──────────────> update ─> publish result ]
+                                                                               │  └─ worker (thread or process)
+                                                                               └─ send the last step's output ─> socket
 
+The next plan is made when the result is there: planning takes 0.01 to 0.1 ms of a step, and what takes longer, encoding and sending, is
+done while the worker computes.
 While a step computes, the heartbeat goes on beating and the reader goes on receiving: new requests join the line at once, everything
 else is applied between two steps.
 A full mailbox makes the reader stop reading, and so, in the end, the front wait.
