@@ -87,19 +87,18 @@ def memory_arguments() -> str:
 
 def _ours(name: str, models: Models, kind: str, extra: str) -> Variant:
     """kind: BF16, int8 or a type of GGUF. What is made once for a model (weights, tokenizer) is made now, not at the first start."""
-    words = {
-        "BF16": "--dtype bfloat16",
-        "int8": "--dtype bfloat16 --enable quantization.int8",
-    }.get(kind, f"--model {shlex.quote(str(models.gguf(kind)))} --dtype bfloat16 --enable quantization.gguf")
-    fixed = f"serve --port {{port}} --served-model-name {MODEL} --log-level warning"
-    command = (sys.executable, "-m", "tokenbus", *shlex.split(f"{fixed} {words} {extra}"))
+    fixed = f"serve --port {{port}} --served-model-name {MODEL} --log-level warning --dtype bfloat16"
+    bf16 = gguf_make.tensor_bytes(models.gguf("BF16"))
     if kind in {"BF16", "int8"}:
         models.bf16_weights()
+        words = "" if kind == "BF16" else "--enable quantization.int8"
+        weights = bf16 if kind == "BF16" else bf16 * 3 // 5  # down projections, a fifth of all weights, stay bfloat16
     else:
-        gguf_file.convert(models.gguf(kind))
-    bf16 = gguf_make.tensor_bytes(models.gguf("BF16"))
-    packed = {"BF16": bf16, "int8": bf16 // 2}
-    return Variant(name, command, packed.get(kind) or gguf_make.tensor_bytes(models.gguf(kind)))
+        path = models.gguf(kind)
+        gguf_file.convert(path)
+        words = f"--model {shlex.quote(str(path))} --enable quantization.gguf"
+        weights = gguf_make.tensor_bytes(path)
+    return Variant(name, (sys.executable, "-m", "tokenbus", *shlex.split(f"{fixed} {words} {extra}")), weights)
 
 
 def _vllm(peers: Peers, models: Models) -> Variant:

@@ -46,7 +46,7 @@ class Head:
         self._data, self._at = data, 0
         try:
             self._read(name)
-        except (struct.error, IndexError, UnicodeDecodeError, KeyError) as error:
+        except (struct.error, ArithmeticError, IndexError, UnicodeDecodeError, KeyError) as error:
             raise ModelError(f"{name} is not a readable GGUF file: {error}") from None
 
     def _read(self, name: str) -> None:

@@ -106,8 +106,8 @@ def _load_decoder(
 
         make = CpuDecoder
     _log_kernels(resolved, kernels, reason)
-    checkpoint = _open(resolved, dtype, device, linears)
     try:
+        checkpoint = _open(resolved, dtype, device, linears)
         model = make(config, checkpoint, dtype, device, linears)
     except ValueError as error:  # sizes that fit neither each other nor the config
         raise ModelError(f"{resolved.name} can't be loaded: {error}") from error

@@ -26,12 +26,12 @@ def release_pages(files: Iterable[Path]) -> int:
 
 def _mappings(wanted: set[str]) -> Iterator[tuple[int, int]]:
     try:
-        lines = MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        text = MAPS.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return
-    for line in lines:
-        place, _, rest = line.partition(" ")
-        if rest.split(maxsplit=4)[-1] in wanted:
+    for line in text.split("\n"):  # the only end of a line here: others may stand in a path
+        place, *rest = line.split(maxsplit=5) or ("",)
+        if len(rest) == 5 and rest[4] in wanted:
             begin, _, end = place.partition("-")
             yield int(begin, 16), int(end, 16)
 

@@ -208,7 +208,7 @@ def _check_sizes(
     }
     norms = dict.fromkeys(("before_attention", "after_attention", "before_mlp", "after_mlp"), hidden)
     norms |= dict.fromkeys(("q_norm", "k_norm"), shape.head_dim)
-    found = [
+    found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = [
         (f"{name} of layer {i}", _size(getattr(layer, name)), size)
         for i, layer in enumerate(layers)
         for name, size in products.items()

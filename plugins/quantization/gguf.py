@@ -12,6 +12,7 @@ from ...core.plugin import Plugin, PluginInfo, hookimpl
 from .checks import no_kernels
 
 if TYPE_CHECKING:
+    from ...core.models.config import DecoderConfig
     from ...core.models.linears import Linears, ModelToLoad, Refusal, Stored
 
 PLAIN = frozenset({"F32", "F16", "BF16"})
@@ -35,11 +36,21 @@ class Gguf(Plugin):
 
         if model.stored is None:
             return Refusal("it is not a GGUF file")
-        if reason := no_kernels(model) or _unfit(model.stored):
+        if model.config is None or no_kernels(model):
+            return Refusal(no_kernels(model))
+        if reason := _missing(model.config, model.stored) or _unfit(model.stored):
             return Refusal(reason)
         from .packed import PackedLinears
 
         return PackedLinears(model)
+
+
+def _missing(config: DecoderConfig, stored: Mapping[str, Stored]) -> str:
+    """The first matrix that the file does not have; empty when it has all."""
+    from ...core.models.sizing import matrices
+
+    names = (f"{name}.weight" for matrix in matrices(config) for name in matrix.names)
+    return next((f"its file has no tensor {name}" for name in names if name not in stored), "")
 
 
 def _unfit(stored: Mapping[str, Stored]) -> str:

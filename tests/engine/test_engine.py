@@ -9,7 +9,7 @@ from engine_harness import engine, request
 
 from tokenbus.core.config import SchedulerConfig
 from tokenbus.core.errors import EngineDiedError, FieldError, NotFoundError
-from tokenbus.core.messages import Cancel, Failed, Heartbeat, Shutdown
+from tokenbus.core.messages import Cancel, Failed, Heartbeat, Query, Shutdown
 from tokenbus.core.plan import StepInput, StepPlan, StepResult
 
 pytestmark = pytest.mark.anyio
@@ -89,6 +89,25 @@ async def test_requests_join_the_line_while_a_step_computes_and_changes_wait_for
         await e.until_finished("a", "b", "c")
         assert [e.finished[r].reason for r in "abc"] == ["cancelled"] * 3
         assert len(e.worker.orders) == 2
+
+
+async def test_a_steps_output_goes_out_while_the_next_one_computes_and_ahead_of_any_answer():
+    gate = Gate()
+    async with engine(worker=FakeWorker(before=gate)) as e:
+        await e.add(request("a", max_tokens=3))
+        for held in (1, 2):
+            await gate.entered.wait()
+            assert len(e.worker.orders) == held
+            await e.until(lambda held=held: len(e.tokens.get("a", ())) == held - 1)
+            await e.channel.send(Query(held, "stats", {}))
+            await e.arrived(1)
+            await gate.step()
+            await e.until(lambda held=held: len(e.others) == held)
+            assert e.tokens["a"] == following([30], held)
+        await gate.entered.wait()
+        await gate.step()
+        await e.until_finished("a")
+        assert len(e.outputs) == 3
 
 
 async def test_cancel_at_every_stage_frees_everything():

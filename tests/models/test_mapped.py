@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tokenbus.core.models import mapped
 from tokenbus.core.models.loader import Checkpoint
 from tokenbus.core.models.mapped import release_pages
 
@@ -42,3 +43,12 @@ def test_released_pages_leave_memory_and_come_back_with_the_same_bytes(tmp_path)
 
 def test_a_file_that_is_not_mapped(tmp_path):
     assert release_pages([tmp_path / "none"]) == 0
+
+
+def test_paths_are_found_whatever_stands_in_them(tmp_path, monkeypatch):
+    odd, other = "/a folder/b\u2028c d", "/e\x85"
+    lines = [f"10-2f r--p 00000000 fe:00 7      {odd}", "30-3f rw-p 00000000 00:00 0", f"40-4f r--p 0 0:0 7 {other}"]
+    (tmp_path / "maps").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    monkeypatch.setattr(mapped, "MAPS", tmp_path / "maps")
+    assert list(mapped._mappings({odd})) == [(0x10, 0x2F)]
+    assert list(mapped._mappings({"0"})) == []

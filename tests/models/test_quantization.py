@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -303,13 +304,22 @@ class TestRefusals:
         with pytest.raises(PluginLoadError, match="answered a str, neither a Linears nor a Refusal"):
             load(resolved, choose=choose("test.silent", extra=Silent))
 
+    def test_a_matrix_that_is_missing(self, made: Any) -> None:
+        described = _described(made("llama", pack_as("Q8_0")))
+        name = "model.layers.1.self_attn.k_proj.weight"
+        stored = {key: value for key, value in described.stored.items() if key != name}
+        with pytest.raises(ModelError, match=f"its file has no tensor {name}"):
+            choose(GGUF)(dataclasses.replace(described, read_formats=lambda: stored))
+
     def test_damaged_files(self, made: Any) -> None:
         resolved = made("llama", pack_as("Q8_0"))
-        whole = resolved.gguf.read_bytes()
+        whole, head = resolved.gguf.read_bytes(), b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
         for damaged, message in (
             (whole[:-64], "shorter than its table of tensors says"),
             (whole[:200], "not a readable GGUF file"),
             (b"GGML" + whole[4:], "not a GGUF file of version"),
+            (head + struct.pack("<Q17sII", 17, b"general.alignment", 4, 0), "not a readable GGUF file: .* zero"),
+            (head + struct.pack("<QQI", 1 << 63, 0, 4), "not a readable GGUF file: .* too large"),
         ):
             resolved.gguf.write_bytes(damaged)
             with pytest.raises(ModelError, match=message):
