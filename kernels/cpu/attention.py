@@ -52,6 +52,7 @@ SIGNATURES: dict[str, tuple[Sequence[object], object]] = {
         None,
     ),
     "tb_attention": ((POINTER(Heads), POINTER(Batch), c_void_p, c_size_t, c_void_p, c_void_p, c_void_p), None),
+    "tb_kv_paired": ((POINTER(Heads), c_int), c_int),
 }
 
 
@@ -103,9 +104,10 @@ def attend(
     """Write k, v [T, kv_heads, head_dim] to the batch's slots, then attend causally with q [T, heads, head_dim].
 
     float32 or bfloat16, q, k and v of one dtype; caches [blocks, block_size, kv_heads, head_dim], contiguous, of either; or int8
-    [blocks, block_size, kv_heads, head_dim + 4], rows of int8 and one float32 to multiply them with. window: position i sees j with
-    i - window < j <= i. softcap: scores become softcap * tanh(scores / softcap). Returns a new [T, heads, head_dim] in q's dtype; sums
-    are float32. A row depends on its own position and the K/V stored up to it, bit by bit.
+    [blocks, block_size, kv_heads, head_dim + 4], rows of int8 and one float32 to multiply them with. Within a block the order may be
+    another (`read_kv`). window: position i sees j with i - window < j <= i. softcap: scores become softcap * tanh(scores / softcap).
+    Returns a new [T, heads, head_dim] in q's dtype; sums are float32. A row depends on its own position and the K/V stored up to it,
+    bit by bit.
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     tokens, heads, dim = q.shape
@@ -126,6 +128,19 @@ def attend(
     c.tb_write_kv(shape, batch.struct, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), *caches)
     c.tb_attention(shape, batch.struct, q.data_ptr(), q.stride(0), *caches, out.data_ptr())
     return out
+
+
+def read_kv(k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [blocks, block_size, kv_heads, row], rows of a token's head, of caches that were written with q of `dtype` at the
+    instruction set in use. The caches themselves if they are in this order, else copies (tb_kv_paired in src/attention.h)."""
+    blocks, size, heads, dim = k_cache.shape
+    shape = Heads(heads, heads, dim, DTYPES[dtype], KV_DTYPES[k_cache.dtype], 0, 1.0, 0.0)
+    if not functions().tb_kv_paired(shape, size):
+        return k_cache, v_cache
+    group = 16  # TB_PAIRED_GROUP of src/attention.h
+    k = k_cache.view(blocks, heads, size // group, dim // 2, group, 2).permute(0, 2, 4, 1, 3, 5)
+    v = v_cache.view(blocks, heads, size // 2, dim, 2).permute(0, 2, 4, 1, 3)
+    return k.reshape(k_cache.shape), v.reshape(v_cache.shape)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

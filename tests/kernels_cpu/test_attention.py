@@ -9,6 +9,7 @@ from tokenbus.core.plugin import NoSettings
 from tokenbus.core.worker.attention import KVLayout
 from tokenbus.core.worker.cpu_attention import CpuAttention
 from tokenbus.kernels.cpu import lib
+from tokenbus.kernels.cpu.attention import read_kv
 from tokenbus.kernels.reference import reference_attention
 from tokenbus.plugins.attention.cpu import CpuAttention as CpuAttentionPlugin
 
@@ -63,6 +64,7 @@ def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap
         {"window": 100},
         {"dim": 40, "heads": 2, "kv_heads": 2, "softcap": 10.0},
         {"dim": 256, "heads": 4, "kv_heads": 1, "dtype": BF16, "window": 130},
+        {"dim": 80, "heads": 6, "kv_heads": 2, "block_size": 48, "dtype": BF16, "window": 70},
         {"dim": 16, "heads": 8, "kv_heads": 1, "block_size": 12},
         {"dim": 24, "heads": 14, "kv_heads": 2, "block_size": 4, "dtype": BF16, "window": 300},
     ],
@@ -115,6 +117,69 @@ def test_draft_lengths_of_other_requests_do_not_matter(isa, threads):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("dim", "window"), [(64, None), (96, 50)])
+def test_same_bits_whatever_the_blocks_size(dim, window, dtype, isa):
+    """On AVX512-BF16 those of 16, 48 and 64 are read as they are, and those of 12 packed."""
+    steps = [{0: 300, 1: 1}, {1: 70, 0: 1}, *[{0: 1, 1: 1}] * 18]
+    found = [
+        make([319, 89], dim=dim, window=window, dtype=dtype, block_size=size).run(steps, fill=float("nan"))
+        for size in (12, 16, 48, 64)
+    ]
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "paired"),
+    [
+        ({"dtype": BF16}, True),
+        ({"dtype": BF16, "dim": 16, "kv_heads": 1, "block_size": 48}, True),
+        ({"dtype": BF16, "block_size": 8}, False),
+        ({"dtype": BF16, "dim": 40}, False),
+        ({"dtype": F32}, False),
+    ],
+    ids=str,
+)
+def test_rows_are_read_back_from_the_cache(options, paired, isa):
+    case = make([53, 20], **options)
+    tables, blocks = case.tables([0, 1])
+    caches = case.caches(blocks, float("nan"))
+    batches = [{0: slice(0, 17), 1: slice(0, 20)}, {0: slice(17, 18)}, {0: slice(18, 53)}]
+    for parts in batches:
+        tensors = [torch.cat([of[r][part] for r, part in parts.items()]) for of in (case.q, case.k, case.v)]
+        case.backend.attend(*tensors, *caches, case.batch(parts, dict(enumerate(tables))), case.params)
+    found = read_kv(*caches, case.dtype)
+    assert (found[0] is not caches[0]) == (found[1] is not caches[1]) == (paired and isa == "avx512bf16")
+    for cache, of in zip(found, (case.k, case.v), strict=True):
+        assert cache.shape == caches[0].shape
+        for r, rows in enumerate(of[:2]):
+            assert torch.equal(cache[tables[r]].flatten(0, 1)[: len(rows)], rows)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kept", [16, 17, 18, 29])
+def test_tokens_that_were_taken_back_do_not_matter(kept, dtype, isa):
+    """Drafts that were stored and then refused: others follow at their positions."""
+    case = make([31], dtype=dtype)
+    table = dict(enumerate(case.tables([0])[0]))
+    found = []
+    for taken_back in (False, True):
+        caches = case.caches(10)
+        q, k, v = (of[0].clone() for of in (case.q, case.k, case.v))
+        if taken_back:
+            k[kept:] = v[kept:] = float("nan")
+            case.backend.attend(q, k, v, *caches, case.batch({0: slice(0, 31)}, table), case.params)
+        else:
+            part = slice(0, kept)
+            case.backend.attend(q[part], k[part], v[part], *caches, case.batch({0: part}, table), case.params)
+        k, v = case.k[0], case.v[0]
+        parts = [slice(kept - 1, kept), slice(kept, 31)]
+        found.append([case.backend.attend(q[p], k[p], v[p], *caches, case.batch({0: p}, table), case.params) for p in parts])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert bool(found[1][0].isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
 def test_what_was_in_the_blocks_before_does_not_matter(dtype, isa):
     case = make([37, 150], dtype=dtype)
     steps = [{0: 20, 1: 140}, {0: 1, 1: 1}, {0: 16, 1: 9}]
@@ -125,7 +190,7 @@ def test_what_was_in_the_blocks_before_does_not_matter(dtype, isa):
 
 
 def test_the_torch_kernel_can_go_on_with_the_cache():
-    """It relies on the rest of a block being cleared when its first position is written."""
+    """Of float32. It relies on the rest of a block being cleared when its first position is written."""
     case = make([37, 150])
     own, other = case.backend, Case.make([1]).backend
 
@@ -179,7 +244,7 @@ def test_long_context(dtype):
     torch.testing.assert_close(found[-70:].float(), rows, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "cached"), [(F32, BF16), (BF16, F32)])
+@pytest.mark.parametrize(("dtype", "cached"), [(F32, BF16), (BF16, F32), (BF16, BF16)])
 def test_strided_inputs_and_a_cache_of_another_dtype(dtype, cached, isa):
     case = make([33], dtype=BF16)
     case.dtype = cached
@@ -192,7 +257,8 @@ def test_strided_inputs_and_a_cache_of_another_dtype(dtype, cached, isa):
     assert found.dtype == dtype
     tolerance = 2e-6 if dtype == F32 else 2**-8
     torch.testing.assert_close(found.float(), case.reference(0), rtol=tolerance, atol=tolerance)
-    assert torch.equal(caches[0][table[0]].flatten(0, 1)[:33], k.to(cached))
+    for cache, rows in zip(read_kv(*caches, dtype), (k, v), strict=True):
+        assert torch.equal(cache[table[0]].flatten(0, 1)[:33], rows.to(cached))
 
 
 def test_the_plugin_serves_what_the_kernel_can(monkeypatch):

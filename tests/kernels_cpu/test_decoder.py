@@ -72,18 +72,18 @@ def test_every_instruction_set(family, tiny, isa):
     assert float((found - truth).abs().max()) <= limit(truth)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "block_size"), [("float32", 4), ("bfloat16", 4), ("bfloat16", 16)])
 @pytest.mark.parametrize("family", DENSE)
-def test_a_row_does_not_depend_on_its_batch(family, dtype, tiny, isa, threads):
+def test_a_row_does_not_depend_on_its_batch(family, dtype, block_size, tiny, isa, threads):
     model, backend = model_of(tiny(family), dtype), CpuAttention()
     prompt = random_tokens(53, seed=3)
     threads(1)
     alone = Paged(model, backend=backend).prefill("a", prompt, 53)
     for count in (2, 3, 4):
         threads(count)
-        assert torch.equal(Paged(model, backend=backend).prefill("a", prompt, 3 * count - 1), alone)
+        assert torch.equal(Paged(model, 256, block_size, backend).prefill("a", prompt, 3 * count - 1), alone)
     threads(2)
-    engine = Paged(model, backend=backend)
+    engine = Paged(model, 256, block_size, backend)
     crowd = {f"x{i}": random_tokens(3 + i, seed=i) for i in range(9)}
     rows = [
         engine.step({**{k: t[i : i + 1] or t[:1] for k, t in crowd.items()}, "a": [token]})["a"]

@@ -24,6 +24,11 @@ const tb_attention_kernel* tb_attention_of_level(void) {
   return &tb_attention_scalar;
 }
 
+int tb_kv_paired(const tb_heads* h, int block_size) {
+  return tb_attention_of_level()->store_pairs && h->dtype == TB_BF16 && h->kv_dtype == TB_BF16 && h->head_dim % 16 == 0 &&
+         block_size % TB_PAIRED_GROUP == 0;
+}
+
 namespace {
 
 enum { ROWS_AT_ONCE = 192, SLOT = 2, SOON_SLOT = 4, MOST_SOON = 1024 };
@@ -129,6 +134,24 @@ int rows_of_later(const tb_attention_plan* plan, int index, const tb_heads* h, c
   return count;
 }
 
+// The groups of paired caches that a KV head of task `index` starts with: K's of the first tile, then V's. None behind the last task.
+int groups_of_later(const tb_attention_plan* plan, int index, int head_of_task, const tb_heads* h, const tb_batch* b, const char* k,
+                    const char* v, const char** groups) {
+  if (index >= plan->tasks) return 0;
+  const tb_attention_task& t = plan->task[index];
+  const size_t bytes = tb_kv_head_bytes(h), head = b->block_size * bytes;
+  const int position = position_of(b, t.request, t.token), tile = first_seen(h, position) / TB_TILE * TB_TILE;
+  const int from = t.part_begin * TB_PART > tile ? t.part_begin * TB_PART : tile, count = TB_TILE / TB_PAIRED_GROUP;
+  const int32_t* blocks = b->blocks + b->table_start[t.request];
+  for (int i = 0; i < count; i++) {
+    const int p = from + i * TB_PAIRED_GROUP < position + t.tokens ? from + i * TB_PAIRED_GROUP : from;
+    const size_t at = (blocks[p / b->block_size] * (size_t)h->kv_heads + t.kv_head + head_of_task) * head + p % b->block_size * bytes;
+    groups[i] = k + at;
+    groups[count + i] = v + at;
+  }
+  return 2 * count;
+}
+
 }  // namespace
 
 void tb_attention_plan_make(tb_attention_plan* plan, const tb_heads* h, const tb_batch* b, int threads) {
@@ -172,12 +195,16 @@ void tb_attention_task_run(tb_attention_plan* plan, int index, const tb_heads* h
   const int row = b->query_start[t.request] + t.token, position = position_of(b, t.request, t.token);
   const size_t own = partial_size(rows, width) * sizeof(float), kernels = (kernel->scratch(h, rows) + 63) / 64 * 64;
   char* scratch = (char*)tb_scratch(SLOT, kernels + own);
-  const size_t head_bytes = tb_kv_head_bytes(h);
+  const bool paired = tb_kv_paired(h, b->block_size);
+  const size_t head = (paired ? b->block_size : 1) * tb_kv_head_bytes(h);
   const char** soon = (const char**)tb_scratch(SOON_SLOT, 2 * MOST_SOON * sizeof(char*));
-  int soon_bytes = 0;
-  const int rows_soon = rows_of_later(plan, index + tb_threads(), h, b, (const char*)k_cache, (const char*)v_cache, soon, &soon_bytes);
+  const char *k = (const char*)k_cache, *v = (const char*)v_cache;
+  int soon_bytes = 0, later = index + tb_threads();
+  const int rows_soon = paired ? 0 : rows_of_later(plan, later, h, b, k, v, soon, &soon_bytes);
   for (int i = 0; i < t.kv_heads; i++) {
-    const int kv_head = t.kv_head + i;
+    const int kv_head = t.kv_head + i, first_soon = i * rows_soon / t.kv_heads;
+    const bool same = i + 1 < t.kv_heads;
+    const int groups = paired ? groups_of_later(plan, same ? index : later, same ? i + 1 : 0, h, b, k, v, soon) : 0;
     Partial found((float*)(scratch + kernels), rows, width);
     if (t.split >= 0) {
       const tb_attention_split& split = plan->split[t.split];
@@ -188,16 +215,17 @@ void tb_attention_task_run(tb_attention_plan* plan, int index, const tb_heads* h
         h,
         (const char*)q + (row * q_step + (size_t)kv_head * group * h->head_dim) * width_of(h->dtype),
         q_step,
-        (const char*)k_cache + kv_head * head_bytes,
-        (const char*)v_cache + kv_head * head_bytes,
+        k + kv_head * head,
+        v + kv_head * head,
+        paired,
         b->blocks + b->table_start[t.request],
         b->block_size,
         position,
         t.tokens,
         t.part_begin,
         t.part_end,
-        soon + (size_t)i * rows_soon / t.kv_heads,
-        (i + 1) * rows_soon / t.kv_heads - i * rows_soon / t.kv_heads,
+        soon + first_soon,
+        paired ? groups : (i + 1) * rows_soon / t.kv_heads - first_soon,
         soon_bytes,
         found.sums,
         found.most,
@@ -213,14 +241,45 @@ void tb_attention_task_run(tb_attention_plan* plan, int index, const tb_heads* h
 void tb_clear_rest(const tb_heads* h, const tb_batch* b, int request, void* k_cache, void* v_cache) {
   const int end = b->context_len[request], count = b->query_start[request + 1] - b->query_start[request];
   const int offset = end % b->block_size;
-  if (!offset || offset > count) return;  // full, or begun earlier
+  if (!offset || offset > count || tb_kv_paired(h, b->block_size)) return;  // full, or begun earlier
   const size_t row = h->kv_heads * tb_kv_head_bytes(h);
   const size_t at = ((size_t)b->blocks[b->table_start[request] + end / b->block_size] * b->block_size + offset) * row;
   memset((char*)k_cache + at, 0, (b->block_size - offset) * row);
   memset((char*)v_cache + at, 0, (b->block_size - offset) * row);
 }
 
-void tb_store_kv(const tb_heads* h, int64_t slot, const void* k, const void* v, void* k_cache, void* v_cache) {
+// Where the block of a slot begins in a paired cache.
+static size_t block_at(const tb_heads* h, int block_size, int64_t slot) {
+  return (size_t)(slot / block_size) * block_size * h->kv_heads * tb_kv_head_bytes(h);
+}
+
+static void store_paired(const tb_heads* h, const tb_batch* b, int token, const uint16_t* k, const uint16_t* v, char* k_cache, char* v_cache) {
+  const tb_attention_kernel* kernel = tb_attention_of_level();
+  const int64_t slot = b->slots[token];
+  const size_t head = b->block_size * tb_kv_head_bytes(h), at = block_at(h, b->block_size, slot);
+  const bool last = token + 1 == b->tokens || b->slots[token + 1] != slot + 1;  // of its request, or of its block: then at an odd place
+  for (int i = 0; i < h->kv_heads; i++)
+    kernel->store_pairs(k + i * h->head_dim, v + i * h->head_dim, h->head_dim, slot % b->block_size, last, k_cache + at + i * head,
+                        v_cache + at + i * head);
+}
+
+void tb_bring_slot(const tb_heads* h, const tb_batch* b, int token, const void* k_cache, const void* v_cache) {
+  if (!tb_kv_paired(h, b->block_size)) return;
+  const size_t bytes = tb_kv_head_bytes(h), head = b->block_size * bytes;
+  const int offset = b->slots[token] % b->block_size;
+  const size_t at = block_at(h, b->block_size, b->slots[token]);
+  for (int i = 0; i < h->kv_heads; i++) {
+    const char* k = (const char*)k_cache + at + i * head + offset / TB_PAIRED_GROUP * TB_PAIRED_GROUP * bytes;
+    const char* v = (const char*)v_cache + at + i * head + offset / 2 * 2 * bytes;
+    for (int d = 0; d < h->head_dim / 2; d++) __builtin_prefetch(k + d * 4 * TB_PAIRED_GROUP, 1);
+    for (size_t d = 0; d < 2 * bytes; d += 64) __builtin_prefetch(v + d, 1);
+  }
+}
+
+void tb_store_kv(const tb_heads* h, const tb_batch* b, int token, const void* k, const void* v, void* k_cache, void* v_cache) {
+  if (tb_kv_paired(h, b->block_size))
+    return store_paired(h, b, token, (const uint16_t*)k, (const uint16_t*)v, (char*)k_cache, (char*)v_cache);
+  const int64_t slot = b->slots[token];
   const size_t bytes = tb_kv_head_bytes(h), row = h->kv_heads * bytes;
   char *to_k = (char*)k_cache + slot * row, *to_v = (char*)v_cache + slot * row;
   if (h->kv_dtype == TB_KV_INT8) {
@@ -240,7 +299,7 @@ void tb_write_kv(const tb_heads* h, const tb_batch* b, const void* k, size_t k_s
                  void* v_cache) {
   const size_t item = width_of(h->dtype);
   for (int t = 0; t < b->tokens; t++)
-    tb_store_kv(h, b->slots[t], (const char*)k + t * k_step * item, (const char*)v + t * v_step * item, k_cache, v_cache);
+    tb_store_kv(h, b, t, (const char*)k + t * k_step * item, (const char*)v + t * v_step * item, k_cache, v_cache);
   for (int r = 0; r < b->requests; r++) tb_clear_rest(h, b, r, k_cache, v_cache);
 }
 

@@ -30,10 +30,18 @@ typedef struct tb_batch {
 // they are to be multiplied with, max |x| / 127 of that row alone.
 enum { TB_KV_INT8 = 16 };
 
+// Caches are [blocks, block_size, kv_heads, row], but for those of bfloat16 that tb_kv_paired names. Those hold a block's heads one behind
+// the other, each as the products read it, in pairs (32 bits) of neighbours:
+//   K  [block_size / 16] groups of [head_dim / 2][16 positions] pairs of dimensions
+//   V  [block_size / 2][head_dim] pairs of positions
+// Who stores a request's last token at an even position leaves 0 at the odd one behind it in V: weights of a pair may be 0, what they are
+// multiplied with must be finite. All else behind the end is masked or not read.
+enum { TB_PAIRED_GROUP = 16 };
+
 typedef struct tb_heads {
   int heads, kv_heads, head_dim;
   int dtype;      // of q and of the output
-  int kv_dtype;   // of the caches [blocks, block_size, kv_heads, row]: enum tb_dtype or TB_KV_INT8
+  int kv_dtype;   // of the caches: enum tb_dtype or TB_KV_INT8
   int window;     // 0: none
   float scale, softcap;  // softcap 0: none
 } tb_heads;
@@ -50,11 +58,13 @@ typedef struct tb_attention_rows {
   size_t q_step;  // elements from token to token
   const void* k;  // the caches, at this KV head of block 0
   const void* v;
+  int paired;     // tb_kv_paired
   const int32_t* blocks;
   int block_size;
   int position, tokens;        // of the first token
   int part_begin, part_end;    // parts to go through
-  const char* const* later;    // rows that are needed soon: brought into the cache in the course of the tiles
+  const char* const* later;    // rows that are needed soon: brought into the cache in the course of the tiles. Paired: K's, then V's groups
+                               // of the tile that comes behind this task's last.
   int later_rows, later_bytes;
   float *sums, *most, *total;  // [rows, width] weighted sums of V, [rows] maxima, [rows] sums of weights
 } tb_attention_rows;
@@ -70,6 +80,9 @@ typedef struct tb_attention_kernel {
   void (*finish)(const float* sums, float total, void* y, int dtype, int n);
   // A row of an int8 cache from n elements of dtype
   void (*quantize)(int dtype, const void* x, void* row, int n);
+  // A token's head of k and v to position `offset` of a block's head in paired caches. last: no token behind it is stored in this step.
+  // NULL: the level reads none
+  void (*store_pairs)(const void* k, const void* v, int dim, int offset, int last, void* to_k, void* to_v);
 } tb_attention_kernel;
 
 #ifdef __cplusplus
@@ -80,8 +93,13 @@ extern "C" {
 
 const tb_attention_kernel* tb_attention_of_level(void);
 
+// Whether the caches are paired at the level in use. Who writes them and who reads them must be of one answer: of one level, dtype, kv_dtype,
+// head_dim and block size.
+int tb_kv_paired(const tb_heads* heads, int block_size);
+
 // What a layer's K/V write needs: copies rows of k, v (a token's heads follow each other; steps from token to token, in elements) to
-// their slots, cast to the caches' dtype or quantised. Then clears the rest of each request's last block if this step began it.
+// their slots, cast to the caches' dtype or quantised. Then clears the rest of each request's last block if this step began it, except in
+// paired caches.
 void tb_write_kv(const tb_heads* heads, const tb_batch* batch, const void* k, size_t k_step, const void* v, size_t v_step,
                  void* k_cache, void* v_cache);
 
@@ -117,7 +135,9 @@ void tb_attention_plan_reset(tb_attention_plan* plan);  // before it is run agai
 void tb_attention_plan_free(tb_attention_plan* plan);
 void tb_attention_task_run(tb_attention_plan* plan, int index, const tb_heads* heads, const tb_batch* batch, const void* q,
                            size_t q_step, const void* k_cache, const void* v_cache, void* out);
-// One token's k and v (its heads behind each other) to slot `slot`.
-void tb_store_kv(const tb_heads* heads, int64_t slot, const void* k, const void* v, void* k_cache, void* v_cache);
+// One token's k and v (its heads behind each other) to its slot; several threads may store tokens of one request.
+void tb_store_kv(const tb_heads* heads, const tb_batch* batch, int token, const void* k, const void* v, void* k_cache, void* v_cache);
+// What tb_store_kv will write to into the processor's cache, where that is in many places.
+void tb_bring_slot(const tb_heads* heads, const tb_batch* batch, int token, const void* k_cache, const void* v_cache);
 void tb_clear_rest(const tb_heads* heads, const tb_batch* batch, int request, void* k_cache, void* v_cache);
 #endif

@@ -6,6 +6,7 @@
 // With bfloat16 q and cache on AVX512-BF16 an "element" is a pair of bfloat16 of neighbouring k, 32 bits like a float, and weights are
 // rounded to bfloat16. Otherwise K and V are widened when they are packed. Of an int8 cache the integers are packed as they are, which is
 // exact; K's scales then multiply the scores, and V's the weights that enter the second product (not those that are summed).
+// A paired cache (attention.h) is B as it is.
 #pragma once
 #include "attention_pack.h"
 
@@ -22,10 +23,9 @@ enum { ROWS = 3, COLUMNS = 2 };
 // What is added to a product: nothing, c, or c * factor[r]
 enum Start { ZERO, KEEP, SCALE };
 
-// c[R][C * W] = start + a b; distances between rows in elements
-template <class Element, int R, int C>
-inline void product(const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, Start start,
-                    const float* factor) {
+// c[R][C * W] = start + a b; distances between rows in elements. b(k, j): where vector j of row k is.
+template <class Element, int R, int C, class B>
+inline void product(const float* a, int lda, B b, int count, float* c, int ldc, Start start, const float* factor) {
   vec sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
@@ -40,7 +40,7 @@ inline void product(const float* a, int lda, const float* b, int ldb, int count,
   for (int k = 0; k < count; k++) {
     vec column[C];
 #pragma GCC unroll 4
-    for (int j = 0; j < C; j++) column[j] = load(b + k * ldb + j * W);
+    for (int j = 0; j < C; j++) column[j] = load(b(k, j));
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
@@ -53,19 +53,19 @@ inline void product(const float* a, int lda, const float* b, int ldb, int count,
 }
 
 // The same for any number of columns, a multiple of W.
-template <class Element, int R>
-void product_columns(const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, Start start, const float* factor,
-                     int columns) {
+template <class Element, int R, class B>
+void product_columns(const float* a, int lda, B b, int count, float* c, int ldc, Start start, const float* factor, int columns) {
   int j = 0;
-  for (; j + COLUMNS * W <= columns; j += COLUMNS * W) product<Element, R, COLUMNS>(a, lda, b + j, ldb, count, c + j, ldc, start, factor);
-  for (; j < columns; j += W) product<Element, R, 1>(a, lda, b + j, ldb, count, c + j, ldc, start, factor);
+  for (; j + COLUMNS * W <= columns; j += COLUMNS * W)
+    product<Element, R, COLUMNS>(a, lda, b.from(j), count, c + j, ldc, start, factor);
+  for (; j < columns; j += W) product<Element, R, 1>(a, lda, b.from(j), count, c + j, ldc, start, factor);
 }
 
-template <class Element>
-void product_rows(int rows, const float* a, int lda, const float* b, int ldb, int count, float* c, int ldc, Start start,
-                  const float* factor, int columns) {
+template <class Element, class B>
+void product_rows(int rows, const float* a, int lda, B b, int count, float* c, int ldc, Start start, const float* factor,
+                  int columns) {
   switch (rows) {
-#define TB_CASE(n) case n: return product_columns<Element, n>(a, lda, b, ldb, count, c, ldc, start, factor, columns);
+#define TB_CASE(n) case n: return product_columns<Element, n>(a, lda, b, count, c, ldc, start, factor, columns);
     TB_CASE(1)
     TB_CASE(2)
     TB_CASE(3)
@@ -233,18 +233,33 @@ void close_part(const tb_attention_rows* a, const Scratch& s, int width, int row
   }
 }
 
-// Where K and V of `count` positions from `first` on are.
-template <class T>
-void rows_of(const tb_attention_rows* a, size_t step, int first, int count, const T** k, const T** v) {
-  for (int i = 0, block = first / a->block_size, offset = first % a->block_size; i < count; i++) {
-    const size_t at = ((size_t)a->blocks[block] * a->block_size + offset) * step;
-    k[i] = (const T*)a->k + at;
-    v[i] = (const T*)a->v + at;
-    if (++offset == a->block_size) offset = 0, block++;
-  }
+// The two products. fetch: what of the next tile is where in this one is fetched too, if the cache is read as it is.
+template <class Pack, class B>
+void scores_of(int rows, const float* q, const Shape& shape, B keys, [[maybe_unused]] B next, [[maybe_unused]] bool fetch,
+               float* scores) {
+  typedef typename Pack::Element Element;
+  if constexpr (Pack::STORED)
+    if (fetch)
+      return product_rows<Element>(rows, q, shape.steps, Fetching<B>{keys, next}, shape.depth, scores, TB_TILE, ZERO, nullptr, TB_TILE);
+  product_rows<Element>(rows, q, shape.steps, keys, shape.depth, scores, TB_TILE, ZERO, nullptr, TB_TILE);
 }
 
-template <class Pack, class Q, class T>
+template <class Pack, class B>
+void sums_of(int rows, const float* weights, const Shape& shape, B values, [[maybe_unused]] B next, [[maybe_unused]] bool fetch,
+             int count, float* sums, Start start, const float* factor) {
+  typedef typename Pack::Element Element;
+  const int lda = TB_TILE / Pack::GROUP, width = shape.width;
+  if constexpr (Pack::STORED)
+    if (fetch) {
+      product_rows<Element>(rows, weights, lda, Fetching<B>{values, next}, count, sums, width, start, factor, width);
+      for (; count < lda; count++)
+        for (int d = 0; d < width; d += W) __builtin_prefetch(next.from(d)(count, 0), 0, 2);
+      return;
+    }
+  product_rows<Element>(rows, weights, lda, values, count, sums, width, start, factor, width);
+}
+
+template <class Pack, class Q>
 void attend(const tb_attention_rows* a, void* memory) {
   const tb_heads* h = a->heads;
   const int group = h->heads / h->kv_heads, rows = a->tokens * group, dim = h->head_dim, window = h->window;
@@ -258,11 +273,11 @@ void attend(const tb_attention_rows* a, void* memory) {
   Scratch s(memory, shape, rows);
   pack_queries<Pack, Q>(a, shape, group, s.q);
   for (int r = 0; r < rows; r++) s.token[r] = r / group;
-  const size_t position_step = h->kv_heads * tb_kv_head_bytes(h) / sizeof(T);
+  const int head_bytes = (int)tb_kv_head_bytes(h);
   const int last = a->part_end * TB_PART < end ? a->part_end * TB_PART : end;
   const int tiles = (last - (first > a->part_begin * TB_PART ? first : a->part_begin * TB_PART) + TB_TILE - 1) / TB_TILE;
   const int later_share = a->later_rows / (tiles < 1 ? 1 : tiles) + 1;
-  int later = 0;
+  int later = Pack::STORED ? a->later_rows : 0;
 
   for (int part = a->part_begin; part < a->part_end; part++) {
     const int from = part * TB_PART, to = from + TB_PART < end ? from + TB_PART : end;
@@ -272,32 +287,27 @@ void attend(const tb_attention_rows* a, void* memory) {
     for (int tile = from; tile < to; tile += TB_TILE) {
       if (tile + TB_TILE <= first) continue;
       const int count = end - tile < TB_TILE ? end - tile : (int)TB_TILE;
-      const T *k[TB_TILE], *v[TB_TILE], *next_k[TB_TILE], *next_v[TB_TILE];
-      rows_of<T>(a, position_step, tile, count, k, v);
-      // many rows: the next tile's K and V are fetched in the course of them
+      const typename Pack::Place here(a, tile, count);
+      // The next tile's K and V are fetched in the course of the first rows; to be packed, of all, where they are many.
       const int after = end - tile - TB_TILE < TB_TILE ? end - tile - TB_TILE : (int)TB_TILE;
-      const int next = rows >= 2 * TB_TILE && tile + TB_TILE < last ? after : 0;
-      rows_of<T>(a, position_step, tile + TB_TILE, next, next_k, next_v);
+      const int next = (Pack::STORED || rows >= 2 * TB_TILE) && tile + TB_TILE < last ? after : 0;
+      const auto there = Pack::Place::behind(here, a, tile + TB_TILE, next);
       for (const int stop = later + later_share < a->later_rows ? later + later_share : a->later_rows; later < stop; later++)
-        for (int b = 0; b < a->later_bytes; b += 64) __builtin_prefetch(a->later[later] + b, 0, 2);
-      pack_keys<Pack, T>(k, count, dim, shape, s.k);
-      Pack::values(v, count, dim, shape.width, s.v);
-      by.read(k, v, count, dim);
+        fetch(a->later[later], a->later_bytes);
+      const auto keys = Pack::keys(here, count, dim, shape, s.k);
+      const auto values = Pack::values(here, count, dim, shape, s.v);
+      by.read(here.k, here.v, count, dim);
       // rows that see something of the tile: from the first token that is not too early to the last that is not too late
       const int early = tile > a->position ? tile - a->position : 0, gone = tile + TB_TILE + window - 1 - a->position;
       const int late = window && gone < a->tokens ? gone : a->tokens;
       int fetched = 0;
       for (int r = early * group; r < late * group; r += ROWS) {
         for (const int stop = next * (r + ROWS) / (late * group); fetched < stop && fetched < next; fetched++)
-          for (size_t b = 0; b < dim * sizeof(T); b += 64) {
-            __builtin_prefetch((const char*)next_k[fetched] + b, 0, 2);
-            __builtin_prefetch((const char*)next_v[fetched] + b, 0, 2);
-          }
+          there.fetch_row(fetched, head_bytes);
         const int some = late * group - r < ROWS ? late * group - r : (int)ROWS;
         // columns from here on are seen by none of the rows
         const int seen = a->position + s.token[r + some - 1] + 1 - tile, needed = seen < TB_TILE ? seen : (int)TB_TILE;
-        product_rows<typename Pack::Element>(some, s.q + (size_t)r * shape.steps, shape.steps, s.k, TB_TILE, shape.steps, s.scores,
-                                             TB_TILE, ZERO, nullptr, TB_TILE);
+        scores_of<Pack>(some, s.q + (size_t)r * shape.steps, shape, keys, Pack::keys_of_next(there), r == early * group, s.scores);
         float factor[ROWS];
         int lo[ROWS], hi[ROWS], fresh = 0, moved = 0;
         for (int i = 0; i < some; i++) fresh += s.most[r + i] == -INFINITY;
@@ -313,9 +323,8 @@ void attend(const tb_attention_rows* a, void* memory) {
         for (int i = 0; i < some; i++)
           weigh<Pack>(s.scores + i * TB_TILE, s.weights + i * TB_TILE / Pack::GROUP, lo[i], hi[i], by, plain ? by.all : 1.0f,
                       s.most[r + i], factor[i], s.lanes + (size_t)(r + i) * W);
-        product_rows<typename Pack::Element>(some, s.weights, TB_TILE / Pack::GROUP, s.v, shape.width,
-                                             (needed + Pack::GROUP - 1) / Pack::GROUP, s.sums + (size_t)r * shape.width, shape.width,
-                                             start, factor, shape.width);
+        sums_of<Pack>(some, s.weights, shape, values, Pack::values_of_next(there, shape), r == early * group,
+                      (needed + Pack::GROUP - 1) / Pack::GROUP, s.sums + (size_t)r * shape.width, start, factor);
       }
     }
     close_part(a, s, shape.width, rows, part);
@@ -325,9 +334,11 @@ void attend(const tb_attention_rows* a, void* memory) {
 template <class Q, class T>
 void run_as(const tb_attention_rows* a, void* scratch) {
 #if defined(__AVX512BF16__)
-  if constexpr (sizeof(Q) == 2 && sizeof(T) <= 2) return attend<Paired<T>, Q, T>(a, scratch);
+  if constexpr (sizeof(Q) == 2 && sizeof(T) == 2)
+    if (a->paired) return attend<Stored, Q>(a, scratch);
+  if constexpr (sizeof(Q) == 2 && sizeof(T) <= 2) return attend<Paired<T>, Q>(a, scratch);
 #endif
-  return attend<Widened<T>, Q, T>(a, scratch);
+  return attend<Widened<T>, Q>(a, scratch);
 }
 
 template <class Q>
@@ -357,4 +368,4 @@ void finish(const float* sums, float total, void* y, int dtype, int n) {
 
 #define TB_ATTENTION_KERNEL(name)          \
   extern const tb_attention_kernel name;   \
-  const tb_attention_kernel name = {W, scratch_bytes, run, fold, finish, quantize};
+  const tb_attention_kernel name = {W, scratch_bytes, run, fold, finish, quantize, STORE_PAIRS};

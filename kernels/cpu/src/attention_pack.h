@@ -60,6 +60,59 @@ void quantize(int dtype, const void* x, void* to, int n) {
   else quantize_head((const float*)x, (int8_t*)to, n);
 }
 
+inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+struct Shape {
+  int depth;  // elements that the first product runs over
+  int steps;  // elements of a row of q: depth, to a multiple of W
+  int width;  // columns of V, a multiple of 16
+  Shape(const tb_heads* h, int group)
+      : depth((h->head_dim + group - 1) / group), steps(round_up(depth, W)), width(round_up(h->head_dim, 16)) {}
+};
+
+inline void fetch(const char* from, int bytes) {
+  for (int b = 0; b < bytes; b += 64) __builtin_prefetch(from + b, 0, 2);
+}
+
+// Where K and V of `count` positions from `first` on are, a row each.
+template <class T>
+struct Rows {
+  const T *k[TB_TILE], *v[TB_TILE];
+  Rows(const tb_attention_rows* a, int first, int count) {
+    const size_t step = a->heads->kv_heads * tb_kv_head_bytes(a->heads) / sizeof(T);
+    for (int i = 0, block = first / a->block_size, offset = first % a->block_size; i < count; i++) {
+      const size_t at = ((size_t)a->blocks[block] * a->block_size + offset) * step;
+      k[i] = (const T*)a->k + at;
+      v[i] = (const T*)a->v + at;
+      if (++offset == a->block_size) offset = 0, block++;
+    }
+  }
+  static Rows behind(const Rows&, const tb_attention_rows* a, int first, int count) { return Rows(a, first, count); }
+  void fetch_row(int i, int bytes) const {
+    fetch((const char*)k[i], bytes);
+    fetch((const char*)v[i], bytes);
+  }
+};
+
+// B of a product in a tile that was packed. b(k, j): vector j of row k; b.from(n): without the first n columns.
+struct Packed {
+  const float* at;
+  int step;
+  const float* operator()(int k, int j) const { return at + k * step + j * W; }
+  Packed from(int column) const { return {at + column, step}; }
+};
+
+// What is read of one tile is fetched of the next.
+template <class B>
+struct Fetching {
+  B now, next;
+  const float* operator()(int k, int j) const {
+    __builtin_prefetch(next(k, j), 0, 2);
+    return now(k, j);
+  }
+  Fetching from(int column) const { return {now.from(column), next.from(column)}; }
+};
+
 struct Single {  // elements are float32
   static vec product(vec b, const float* a, vec c) { return fma(b, set1(*a), c); }
 };
@@ -70,89 +123,6 @@ struct Pair {
   }
 };
 #endif
-
-// How the tiles are packed: 32-bit elements from storage T.
-template <class T>
-struct Widened {
-  typedef Single Element;
-  // values of an element; elements are in memory as they are needed; rows end with a scale
-  enum { GROUP = 1, RAW = sizeof(T) == 4, SCALED = sizeof(T) == 1 };
-  static vec read(const T* x, int n) { return n >= W ? load(x) : load_n(x, n); }
-  static void store_weights(float* p, vec w) { store(p, w); }
-  static float* weight_at(float* p, int i) { return p + i; }
-  static void values(const T* const* rows, int count, int dim, int width, float* to) {
-    for (int i = 0; i < count; i++)
-      for (int d = 0; d < width; d += W) {
-        vec x = zero();
-        if (d + W <= dim) x = load(rows[i] + d);
-        else if (d < dim) x = load_n(rows[i] + d, dim - d);
-        store(to + i * width + d, x);
-      }
-    for (int i = count * width; i < TB_TILE * width; i += W) store(to + i, zero());
-  }
-};
-
-#if defined(__AVX512BF16__)
-inline __m512i pairs(const bf16* x, int n) {
-  return n >= 32 ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), x);
-}
-inline __m512i pairs(const int8_t* x, int n) {
-  const __m256i bytes = n >= 32 ? _mm256_loadu_si256((const __m256i*)x) : _mm256_maskz_loadu_epi8((__mmask32)((1u << n) - 1), x);
-  const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes));
-  const __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1));
-  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));  // 8 bits: exact
-}
-
-template <class T>
-struct Paired {
-  typedef Pair Element;
-  enum { GROUP = 2, RAW = sizeof(T) == 2, SCALED = sizeof(T) == 1 };
-  static vec read(const T* x, int n) { return _mm512_castsi512_ps(pairs(x, n)); }
-  static void store_weights(float* p, vec w) { _mm256_storeu_si256((__m256i*)p, narrow(w)); }
-  static float* weight_at(float* p, int i) { return p + i / 2; }
-  static __m512i lanes() { return _mm512_cvtps_epi32(iota()); }
-  static void values(const T* const* rows, int count, int dim, int width, float* to) {
-    const __m512i low = _mm512_add_epi32(_mm512_set1_epi32(0x00200000), _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001), lanes()));
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(0x00100010));
-    for (int i = 0; i < count; i += 2)
-      for (int d = 0; d < width; d += 32) {
-        if (d + 32 <= dim && i + 1 < count) {
-          const __m512i even = pairs(rows[i] + d, 32), odd = pairs(rows[i + 1] + d, 32);
-          _mm512_storeu_si512(to + i / 2 * width + d, _mm512_permutex2var_epi16(even, low, odd));
-          _mm512_storeu_si512(to + i / 2 * width + d + 16, _mm512_permutex2var_epi16(even, high, odd));
-          continue;
-        }
-        const __m512i even = pairs(rows[i] + d, dim - d), odd = i + 1 < count ? pairs(rows[i + 1] + d, dim - d) : _mm512_setzero_si512();
-        _mm512_storeu_si512(to + i / 2 * width + d, _mm512_permutex2var_epi16(even, low, odd));
-        if (d + 16 < width) _mm512_storeu_si512(to + i / 2 * width + d + 16, _mm512_permutex2var_epi16(even, high, odd));
-      }
-    for (int i = (count + 1) / 2 * width; i < TB_TILE / 2 * width; i += 16) store(to + i, zero());
-  }
-};
-#endif
-
-inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
-
-struct Shape {
-  int steps;  // elements of a row of q, a multiple of W
-  int width;  // columns of V, a multiple of 16
-  Shape(const tb_heads* h, int group) : steps(round_up((h->head_dim + group - 1) / group, W)), width(round_up(h->head_dim, 16)) {}
-};
-
-template <class Pack, class Q>
-void pack_queries(const tb_attention_rows* a, const Shape& s, int group, float* to) {
-  const int dim = a->heads->head_dim;
-  for (int t = 0; t < a->tokens; t++)
-    for (int g = 0; g < group; g++, to += s.steps) {
-      const Q* from = (const Q*)a->q + t * a->q_step + (size_t)g * dim;
-      if (Pack::GROUP == 2) {
-        memcpy(to, from, dim * sizeof(Q));
-        memset((char*)to + dim * sizeof(Q), 0, s.steps * 4 - dim * sizeof(Q));
-      } else {
-        for (int d = 0; d < s.steps; d += W) store(to + d, d + W <= dim ? load(from + d) : d < dim ? load_n(from + d, dim - d) : zero());
-      }
-    }
-}
 
 // K of up to 64 positions, turned; zeros beyond `count`.
 template <class Pack, class T>
@@ -181,6 +151,170 @@ void pack_keys(const T* const* rows, int count, int dim, const Shape& s, float* 
       transpose(r);
 #pragma GCC unroll 16
       for (int j = 0; j < W; j++) store(to + (size_t)(d + j) * TB_TILE + i, r[j]);
+    }
+}
+
+// How the tiles are packed: 32-bit elements from storage T.
+template <class T>
+struct Widened {
+  typedef Single Element;
+  typedef Rows<T> Place;
+  // values of an element; elements are in memory as they are needed; rows end with a scale
+  enum { GROUP = 1, RAW = sizeof(T) == 4, SCALED = sizeof(T) == 1, STORED = 0 };
+  static vec read(const T* x, int n) { return n >= W ? load(x) : load_n(x, n); }
+  static void store_weights(float* p, vec w) { store(p, w); }
+  static float* weight_at(float* p, int i) { return p + i; }
+  static Packed keys(const Place& place, int count, int dim, const Shape& s, float* to) {
+    pack_keys<Widened>(place.k, count, dim, s, to);
+    return {to, TB_TILE};
+  }
+  static Packed keys_of_next(const Place&) { return {}; }
+  static Packed values_of_next(const Place&, const Shape&) { return {}; }
+  static Packed values(const Place& place, int count, int dim, const Shape& s, float* to) {
+    const T* const* rows = place.v;
+    const int width = s.width;
+    for (int i = 0; i < count; i++)
+      for (int d = 0; d < width; d += W) {
+        vec x = zero();
+        if (d + W <= dim) x = load(rows[i] + d);
+        else if (d < dim) x = load_n(rows[i] + d, dim - d);
+        store(to + i * width + d, x);
+      }
+    for (int i = count * width; i < TB_TILE * width; i += W) store(to + i, zero());
+    return {to, width};
+  }
+};
+
+#if defined(__AVX512BF16__)
+inline __m512i pairs(const bf16* x, int n) {
+  return n >= 32 ? _mm512_loadu_si512(x) : _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), x);
+}
+inline __m512i pairs(const int8_t* x, int n) {
+  const __m256i bytes = n >= 32 ? _mm256_loadu_si256((const __m256i*)x) : _mm256_maskz_loadu_epi8((__mmask32)((1u << n) - 1), x);
+  const __m512i low = _mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes));
+  const __m512i high = _mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1));
+  return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));  // 8 bits: exact
+}
+
+template <class T>
+struct Paired {
+  typedef Pair Element;
+  typedef Rows<T> Place;
+  enum { GROUP = 2, RAW = sizeof(T) == 2, SCALED = sizeof(T) == 1, STORED = 0 };
+  static vec read(const T* x, int n) { return _mm512_castsi512_ps(pairs(x, n)); }
+  static void store_weights(float* p, vec w) { _mm256_storeu_si256((__m256i*)p, narrow(w)); }
+  static float* weight_at(float* p, int i) { return p + i / 2; }
+  static __m512i lanes() { return _mm512_cvtps_epi32(iota()); }
+  static Packed keys(const Place& place, int count, int dim, const Shape& s, float* to) {
+    pack_keys<Paired>(place.k, count, dim, s, to);
+    return {to, TB_TILE};
+  }
+  static Packed keys_of_next(const Place&) { return {}; }
+  static Packed values_of_next(const Place&, const Shape&) { return {}; }
+  static Packed values(const Place& place, int count, int dim, const Shape& s, float* to) {
+    const T* const* rows = place.v;
+    const int width = s.width;
+    const __m512i low = _mm512_add_epi32(_mm512_set1_epi32(0x00200000), _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001), lanes()));
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(0x00100010));
+    for (int i = 0; i < count; i += 2)
+      for (int d = 0; d < width; d += 32) {
+        if (d + 32 <= dim && i + 1 < count) {
+          const __m512i even = pairs(rows[i] + d, 32), odd = pairs(rows[i + 1] + d, 32);
+          _mm512_storeu_si512(to + i / 2 * width + d, _mm512_permutex2var_epi16(even, low, odd));
+          _mm512_storeu_si512(to + i / 2 * width + d + 16, _mm512_permutex2var_epi16(even, high, odd));
+          continue;
+        }
+        const __m512i even = pairs(rows[i] + d, dim - d), odd = i + 1 < count ? pairs(rows[i + 1] + d, dim - d) : _mm512_setzero_si512();
+        _mm512_storeu_si512(to + i / 2 * width + d, _mm512_permutex2var_epi16(even, low, odd));
+        if (d + 16 < width) _mm512_storeu_si512(to + i / 2 * width + d + 16, _mm512_permutex2var_epi16(even, high, odd));
+      }
+    for (int i = (count + 1) / 2 * width; i < TB_TILE / 2 * width; i += 16) store(to + i, zero());
+    return {to, width};
+  }
+};
+
+// The groups of 16 positions of a paired cache that a tile lies in; for those behind the request's end, the first again, so that there is
+// something to read.
+struct Groups {
+  enum { COUNT = TB_TILE / TB_PAIRED_GROUP };
+  const float *k[COUNT], *v[COUNT];
+
+  Groups(const tb_attention_rows* a, int first, int count) {
+    const size_t position = a->heads->head_dim / 2, block = position * a->heads->kv_heads * a->block_size;
+    for (int i = 0; i < COUNT; i++) {
+      const int p = i * TB_PAIRED_GROUP < count ? first + i * TB_PAIRED_GROUP : first;
+      const size_t at = a->blocks[p / a->block_size] * block + p % a->block_size * position;
+      k[i] = (const float*)a->k + at;
+      v[i] = (const float*)a->v + at;
+    }
+  }
+  // The next tile; count 0: that behind the task's last, or this one if there is none.
+  static Groups behind(const Groups& here, const tb_attention_rows* a, int first, int count) {
+    if (count) return Groups(a, first, count);
+    Groups found = here;
+    for (int i = 0; i < COUNT && a->later_rows; i++) {
+      found.k[i] = (const float*)a->later[i];
+      found.v[i] = (const float*)a->later[COUNT + i];
+    }
+    return found;
+  }
+  void fetch_row(int, int) const {}
+};
+
+struct StoredKeys {
+  const float* const* group;
+  const float* operator()(int k, int j) const { return group[j] + k * W; }
+  StoredKeys from(int column) const { return {group + column / W}; }
+};
+
+struct StoredValues {
+  const float* const* group;
+  int width, first;
+  const float* operator()(int k, int j) const {
+    const int of_group = TB_PAIRED_GROUP / 2;
+    return group[k / of_group] + k % of_group * width + first + j * W;
+  }
+  StoredValues from(int column) const { return {group, width, first + column}; }
+};
+
+// Of a paired cache: nothing to pack.
+struct Stored : Paired<bf16> {
+  typedef Groups Place;
+  enum { STORED = 1 };
+  static StoredKeys keys(const Place& place, int, int, const Shape&, float*) { return {place.k}; }
+  static StoredValues values(const Place& place, int, int, const Shape& s, float*) { return {place.v, s.width, 0}; }
+  static StoredKeys keys_of_next(const Place& place) { return {place.k}; }
+  static StoredValues values_of_next(const Place& place, const Shape& s) { return {place.v, s.width, 0}; }
+};
+
+// A token's head of k and v to position `offset` of a block's, in a paired cache.
+void store_pairs(const void* k, const void* v, int dim, int offset, int last, void* to_k, void* to_v) {
+  char* key = (char*)to_k + (offset / TB_PAIRED_GROUP * TB_PAIRED_GROUP * (dim / 2) + offset % TB_PAIRED_GROUP) * 4;
+  for (int d = 0; d < dim; d += 2) memcpy(key + d / 2 * TB_PAIRED_GROUP * 4, (const bf16*)k + d, 4);
+  char* value = (char*)to_v + offset / 2 * dim * 4;
+  for (int d = 0; d < dim; d += 16) {
+    const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)((const bf16*)v + d)));
+    if (offset % 2) _mm512_mask_storeu_epi16(value + d * 4, 0xaaaaaaaa, _mm512_slli_epi32(x, 16));
+    else _mm512_mask_storeu_epi16(value + d * 4, last ? 0xffffffff : 0x55555555, x);
+  }
+}
+#define STORE_PAIRS store_pairs
+#else
+#define STORE_PAIRS nullptr
+#endif
+
+template <class Pack, class Q>
+void pack_queries(const tb_attention_rows* a, const Shape& s, int group, float* to) {
+  const int dim = a->heads->head_dim;
+  for (int t = 0; t < a->tokens; t++)
+    for (int g = 0; g < group; g++, to += s.steps) {
+      const Q* from = (const Q*)a->q + t * a->q_step + (size_t)g * dim;
+      if (Pack::GROUP == 2) {
+        memcpy(to, from, dim * sizeof(Q));
+        memset((char*)to + dim * sizeof(Q), 0, s.steps * 4 - dim * sizeof(Q));
+      } else {
+        for (int d = 0; d < s.steps; d += W) store(to + d, d + W <= dim ? load(from + d) : d < dim ? load_n(from + d, dim - d) : zero());
+      }
     }
 }
 

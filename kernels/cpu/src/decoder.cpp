@@ -163,7 +163,10 @@ struct Worker {
   void place(int l, int first, int end) {
     const tb_decoder_layer& layer = s.decoder->layer[l];
     const int all = c.heads + c.kv_heads;
+    auto bring = [&](int t) { tb_bring_slot(&s.decoder->heads[l], &s.args->batch, t, s.args->k[l], s.args->v[l]); };
+    bring(first);
     for (int t = first; t < end; t++) {
+      if (t + 1 < end) bring(t + 1);
       char* row = s.qkv + (size_t)t * (all + c.kv_heads) * c.head_dim * item;
       for (int h = 0; h < all; h++) {
         char* head = row + h * c.head_dim * item;
@@ -177,7 +180,7 @@ struct Worker {
       }
       const char* k = row + c.heads * c.head_dim * item;
       const char* v = k + c.kv_heads * c.head_dim * item;
-      tb_store_kv(&s.decoder->heads[l], s.args->batch.slots[t], k, v, s.args->k[l], s.args->v[l]);
+      tb_store_kv(&s.decoder->heads[l], &s.args->batch, t, k, v, s.args->k[l], s.args->v[l]);
     }
     if (first == 0) {
       tb_attention_plan_reset(&s.decoder->plan[s.decoder->plan_of[l]]);
