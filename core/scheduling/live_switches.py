@@ -71,6 +71,9 @@ class LiveSwitches:
             features = self._host.after_switch(request.features, old.on, new.on, pinned=request.pinned, fields=request.fields)
             if features != request.features:
                 self._move(request, features, now)
+        kernels = self._host.kernels(new.on)
+        if kernels != self._host.kernels(old.on):
+            self._recompute(kernels, now)
         if self._host.holder("scheduling", old.on) != self._host.holder("scheduling", new.on):
             self._take_slot(now)
         self.announce()
@@ -88,6 +91,14 @@ class LiveSwitches:
                 impl(request=request)
         except TokenbusError as error:
             self._batch.end(request, "error", now, error=error.to_wire())
+
+    def _recompute(self, kernels: str, now: float) -> None:
+        """Another kernel set from here on, although requests are open: the old one has failed. It may have kept K/V in an order that others
+        can't read, so what is running is computed again, and nobody finds the old set's blocks."""
+        for request in tuple(self._batch.running):
+            self._batch.preempt(request, now)
+        for request in self._batch.requests.values():
+            request.kernels = kernels
 
     def _take_slot(self, now: float) -> None:
         """Give the waiting line the policy of whoever holds the slot."""

@@ -18,7 +18,8 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shape of the paged cache: per layer one K and one V tensor [num_blocks, block_size, num_kv_heads, row].
+    """Shape of the paged cache: per layer one K and one V tensor [num_blocks, block_size, num_kv_heads, row]. Within a block a backend that
+    is a kernel set of its own (not lossless) may keep another order: nobody else reads what it has written.
 
     A row is head_dim values of `dtype`; if quantized, int8 [head_dim + 4]: integers, then the float32 that they are multiplied with,
     max |x| / 127 of that token and head alone. Raises ConfigError when head_dim is no multiple of 4 then."""

@@ -69,7 +69,8 @@ class PrefixCache(Plugin):
         """Time spent in this plugin's hooks, all together."""
         self.hits = 0
         """Blocks found, counted when they are looked up."""
-        self._chain_of: StashKey[list[bytes]] = StashKey("prefix_cache")
+        self._chain_of: StashKey[tuple[str, list[bytes]]] = StashKey("prefix_cache")
+        """The kernel set that the hashes are of, and the hashes."""
         """The root and the hashes of a request's full blocks so far. One key an instance: a new one has nothing indexed."""
         self._pool: BlockPool | None = None
         self._block_of: dict[bytes, int] = {}
@@ -119,11 +120,11 @@ class PrefixCache(Plugin):
     def blocks_filled(self, request: Request, first: int, last: int, pool: BlockPool) -> None:
         began = time.perf_counter()
         self._pool = pool
-        chain = request.stash.get(self._chain_of)
-        if (
-            chain is None
-        ):  # switched on while the request runs, or nothing was looked up for it: its earlier blocks are new to us too
-            chain, first = self._chain(request, pool.block_size), 0
+        if self._known(request) is None:
+            first = (
+                0  # switched on while the request runs, or nothing was looked up for it: its earlier blocks are new to us too
+            )
+        chain = self._chain(request, pool.block_size)
         block_of, hash_of = self._block_of, self._hash_of
         for index in range(first, last):
             while index + 1 >= len(chain):
@@ -146,12 +147,17 @@ class PrefixCache(Plugin):
 
     def _chain(self, request: Request, block_size: int) -> list[bytes]:
         """The request's hashes so far: the root, then one for each full block of its tokens that was asked about."""
-        chain = request.stash.get(self._chain_of)
+        chain = self._known(request)
         if chain is None:
             tenant = request.admitted.tenant if self.settings.separate_tenants else ""
             root = root_hash(block_size, tenant, request.fields.get("cache_salt"), request.kernels)
-            chain = request.stash[self._chain_of] = [root]
+            chain = [root]
+            request.stash[self._chain_of] = request.kernels, chain
         return chain
+
+    def _known(self, request: Request) -> list[bytes] | None:
+        kernels, chain = request.stash.get(self._chain_of) or ("", None)
+        return chain if kernels == request.kernels else None
 
     def _extend(self, chain: list[bytes], request: Request, block_size: int) -> None:
         """Hash one more block. Its tokens are all known, and known tokens never change."""

@@ -207,3 +207,30 @@ def test_nothing_is_left_of_requests_that_ended(harness) -> None:
     assert max(sizes) <= 1
     assert len(h.worker.known) <= 1
     assert h.plugin("prefix_cache").num_blocks <= h.pool.num_blocks
+
+
+class OddKernels(Plugin):
+    """Keeps K/V in a way that nobody else reads."""
+
+    info = PluginInfo(name="attention.odd", summary="", scope="step", lossless=False, slot="attention")
+
+
+def test_what_runs_is_computed_again_when_its_kernels_fail_and_no_old_block_is_found(harness):
+    h = harness(num_blocks=40, on=("attention.odd", "prefix_cache"), plugins=(OddKernels,), max_running=2)
+    shared = list(range(3, 15))
+    h.add("first", shared, max_tokens=2)
+    h.run()
+    h.add("a", [*shared, 20], max_tokens=12)
+    h.add("b", [*shared, 21], max_tokens=12)
+    h.add("waits", [*shared, 22], max_tokens=3)
+    for _ in range(5):
+        h.step()
+    assert h.scheduler.num_running == 2
+    assert h.scheduler.requests["a"].cached_tokens == 12
+    h.switch(attention__odd=False)
+    h.worker.kv = [[-1] * h.worker.block_size for _ in h.worker.kv]  # garbage to any other kernel
+    h.run()
+    for request_id, last, count in (("a", 20, 12), ("b", 21, 12), ("waits", 22, 3)):
+        assert h.tokens[request_id] == h.solo([*shared, last], count)
+        assert h.finished[request_id].reason == "length"
+    assert [h.finished[name].preemptions for name in ("a", "b", "waits")] == [1, 1, 0]
