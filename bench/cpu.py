@@ -147,10 +147,10 @@ def main() -> None:
             run_server(run, variant, wanted[variant.name], options.seed + number)
             if variant.name == "ours-bf16" and "kernels" in wanted:
                 run.samples.setdefault("kernels", {}).setdefault("prefill", []).append(measure_kernels())
-        if options.out:
-            options.out.write_text(markdown(run), encoding="utf-8")
         if options.json:
             options.json.write_text(json.dumps({"limits": run.limits, "samples": run.samples}), encoding="utf-8")
+        if options.out:
+            options.out.write_text(markdown(run), encoding="utf-8")
     print(markdown(run))
 
 

@@ -174,7 +174,7 @@ async def main() -> None:
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     timeout = aiohttp.ClientTimeout(total=1800)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         client = Client(session, options.url, options.model)
         for name in options.workload.split(","):
             seed = f"{options.seed} {name}"  # no workload's prompts are another's: nothing is found in a prefix cache by chance

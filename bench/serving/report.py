@@ -94,6 +94,9 @@ def _figures(run: Run) -> list[str]:
     lines = ["", "Everything that was measured:", "", "| server | workload | figures |", "|---|---|---|"]
     for variant, workloads in run.samples.items():
         for workload, runs in workloads.items():
+            if not runs:
+                lines.append(f"| {variant} | {workload} | failed |")
+                continue
             names = [name for name in runs[0] if name not in HIDDEN and any(one.get(name) for one in runs)]
             texts = [f"{name} {spread(one[name] for one in runs if name in one)}" for name in names]
             lines.append(f"| {variant} | {workload} | {'; '.join(texts)} |")
