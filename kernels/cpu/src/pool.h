@@ -11,7 +11,7 @@ typedef void (*tb_task)(void* ctx, int index, int worker);
 // Calls fn(ctx, index, worker) for every index and returns when all have returned. The caller is worker 0.
 //   tasks <= tb_threads()   index i always runs on worker i, all at the same time: tb_barrier may be used inside
 //   tasks >  tb_threads()   whoever is free takes the next index
-// Called within a task, it runs everything on the calling worker (no tb_barrier there). Calls from several threads take turns.
+// Called within a task, it runs everything on the calling worker (no tb_barrier and no stages there). Calls from several threads take turns.
 // After fork(), the child starts threads of its own at its first tb_run. fn must not throw.
 void tb_run(int tasks, tb_task fn, void* ctx);
 
