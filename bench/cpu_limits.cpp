@@ -7,6 +7,10 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #endif
 
 namespace {
@@ -46,6 +50,35 @@ void* read_all(void* arg) {
 #endif
   return nullptr;
 }
+
+#if defined(__AMX_BF16__)
+struct alignas(64) TileShapes {
+  uint8_t palette = 1, start = 0, unused[14] = {};
+  uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+};
+
+// Linux hands the tiles to a process that asks.
+bool tiles_allowed() {
+  static const bool allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+  return allowed;
+}
+
+void* multiply_tiles(void* arg) {
+  Job* job = static_cast<Job*>(arg);
+  const TileShapes shapes;
+  asm volatile("" : : "r"(&shapes) : "memory");
+  _tile_loadconfig(&shapes);
+  for (int64_t r = 0; r < job->rounds; ++r) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return nullptr;
+}
+#endif
 
 void* multiply(void* arg) {
   Job* job = static_cast<Job*>(arg);
@@ -126,8 +159,15 @@ double limit_read(const char* data, size_t bytes, int threads) {
   return timed(threads, read_all, jobs);
 }
 
-// Floating-point operations per second of multiply-adds on registers: bf16 pairs where the processor has them, else float32.
+// Floating-point operations per second of multiply-adds on registers: bf16 tiles (AMX) or pairs where the processor has them, else float32.
 double limit_multiply(int64_t rounds, int threads) {
+#if defined(__AMX_BF16__)
+  if (tiles_allowed()) {
+    Job jobs[kMost];
+    for (int i = 0; i < threads; ++i) jobs[i] = {nullptr, 0, rounds, 0};
+    return 4 * 2 * 16 * 16 * 32 * double(rounds) * threads / timed(threads, multiply_tiles, jobs);
+  }
+#endif
 #if defined(__AVX512BF16__)
   const double each = 24 * 64;
 #elif defined(__AVX512F__)

@@ -31,7 +31,7 @@ class Limits:
     read: float
     """Bytes per second: the best of all passes over `buffer`."""
     loop: float
-    """FLOP/s of multiply-adds on registers: bf16 pairs where the processor has them, else float32."""
+    """FLOP/s of multiply-adds on registers: bf16 tiles (AMX) or pairs where the processor has them, else float32."""
     matmul: float
     """FLOP/s of torch's best bf16 matmul (oneDNN)."""
 

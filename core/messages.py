@@ -133,7 +133,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One step in numbers, for metrics and logs. Times in seconds."""
+    """One step in numbers, for metrics and logs; num_requests 0: none ran, but requests ended. Times in seconds."""
 
     step_id: int
     started: float

@@ -221,7 +221,7 @@ class Scheduler:
             self._in_flight = None
         for request_id in plan.num_tokens:
             self.fail(request_id, error, now)
-        output = StepOutput(step_id=plan.step_id, finished=self.batch.take_ended())
+        output = StepOutput(step_id=plan.step_id, finished=self.batch.take_ended(), report=self._report(None, None, now, 0.0))
         self.live.release(now)
         return output
 
@@ -229,30 +229,35 @@ class Scheduler:
         """Ends that no step has carried yet (a cancel while idle, a request refused); None when there are none."""
         self.live.release(now)
         ended = self.batch.take_ended()
-        return StepOutput(step_id=self._builder.step_id, finished=ended) if ended else None
+        if not ended:
+            return None
+        return StepOutput(step_id=self._builder.step_id, finished=ended, report=self._report(None, None, now, 0.0))
 
-    def _report(self, plan: StepPlan, result: StepResult, now: float, seconds: float) -> StepReport:
-        total = sum(plan.num_tokens.values()) if plan.num_prompt_tokens else len(plan.num_tokens)
-        counters = result.counters
+    def _report(self, plan: StepPlan | None, result: StepResult | None, now: float, seconds: float) -> StepReport:
+        """Without a plan and result: how things stand when no step has given any (its num_requests is 0)."""
+        num_tokens = {} if plan is None else plan.num_tokens
+        prompt_tokens = 0 if plan is None else plan.num_prompt_tokens
+        total = sum(num_tokens.values()) if prompt_tokens else len(num_tokens)
+        counters = {} if result is None else result.counters
         if self.batch.counters:
             counters = {**counters, **self.batch.counters}
             self.batch.counters = {}
         return StepReport(
-            step_id=plan.step_id,
+            step_id=self._builder.step_id if plan is None else plan.step_id,
             started=now - seconds,
             duration=seconds,
-            phases=result.phases,
-            num_requests=len(plan.num_tokens),
-            prompt_tokens=plan.num_prompt_tokens,
-            decode_tokens=total - plan.num_prompt_tokens,
+            phases={} if result is None else result.phases,
+            num_requests=len(num_tokens),
+            prompt_tokens=prompt_tokens,
+            decode_tokens=total - prompt_tokens,
             running=len(self.batch.running),
             waiting=len(self.batch.line),
             free_blocks=self.pool.num_available,
             num_blocks=self.pool.num_blocks,
-            preempted=len(plan.preempted),
+            preempted=0 if plan is None else len(plan.preempted),
             allocation_failures=self.pool.allocation_failures,
-            bytes_moved=result.bytes_moved,
-            flops=result.flops,
+            bytes_moved=0 if result is None else result.bytes_moved,
+            flops=0 if result is None else result.flops,
             counters=counters,
             cpu_seconds=time.process_time(),
         )

@@ -25,12 +25,16 @@ FLAGS = (
 )  # fmt: skip
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mprefer-vector-width=512")
+_AVX512BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")
+AMX_FLAGS = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
 ISA_FLAGS = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": _AVX512,
     "avx512vnni": (*_AVX512, "-mavx512vnni"),
-    "avx512bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "avx512bf16": _AVX512BF16,
+    "amx": (*_AVX512BF16, *AMX_FLAGS),
 }
+"""Compilers that don't know AMX_FLAGS (g++ before 11) compile those files without them; the library then has no level `amx`."""
 
 
 NO_COMPILER = "no C++ compiler: neither $CXX nor g++, clang++ or c++ was found"
@@ -87,9 +91,11 @@ def build(target: Path, sources: Path = SOURCES, extra: tuple[str, ...] = ()) ->
     if command is None:
         raise BuildError(NO_COMPILER)
     with tempfile.TemporaryDirectory(prefix="tokenbus-build-") as folder:
+        unknown = () if _accepts(command, AMX_FLAGS, folder) else AMX_FLAGS
 
         def one(unit: tuple[Path, tuple[str, ...]]) -> tuple[str, str]:
             path, flags = unit
+            flags = tuple(flag for flag in flags if flag not in unknown)
             made = f"{folder}/{path.stem}.o"
             return made, _checked([*command, *flags, *extra, "-c", str(path), "-o", made])
 
@@ -97,6 +103,17 @@ def build(target: Path, sources: Path = SOURCES, extra: tuple[str, ...] = ()) ->
             results = list(workers.map(one, units(sources)))
         objects, said = [made for made, _ in results], "".join(text for _, text in results)
         return said + _checked([*command, "-shared", "-pthread", *extra, *objects, "-o", str(target)])
+
+
+def _accepts(command: list[str], flags: tuple[str, ...], folder: str) -> bool:
+    """Whether the compiler knows them."""
+    empty = Path(folder, "empty.cpp")
+    empty.write_text("", encoding="utf-8")
+    try:
+        _checked([*command, *flags, "-c", str(empty), "-o", f"{folder}/empty.o"])
+    except BuildError:
+        return False
+    return True
 
 
 def _checked(command: list[str]) -> str:

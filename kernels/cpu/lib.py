@@ -18,7 +18,7 @@ from . import build
 
 DType = Literal["float32", "bfloat16"]
 DTYPES: dict[DType, int] = {"float32": 0, "bfloat16": 1}
-ISAS = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16")
+ISAS = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 """By level: each includes those before it (src/dispatch.h)."""
 TILE_N = 32
 GGUF_FORMATS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 4, "Q5_1": 5, "Q8_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}

@@ -2,7 +2,7 @@
 
 How a row is computed, whatever batch it is in:
 
-    scores    q . k / scale for every stored position, one dot product over head_dim each; -inf where the row must not look
+    scores    q . k / scale for every stored position, dot products over DEPTH of head_dim, in order; -inf where the row must not look
     maximum   over all of them (exact in any order)
     weights   exp(score - maximum); exactly 0 where masked
     sums      positions lie in tiles of TILE, counted from position 0 of the request. Each tile's weights are summed, and multiplied
@@ -10,7 +10,7 @@ How a row is computed, whatever batch it is in:
 
 What is batched is chosen for speed only: query rows (tokens x the query heads of one KV head) are padded to a multiple of ROWS, and
 neither the number of rows, of tiles, of heads, of requests nor of threads changes a bit of MKL's float32 batched product, given
-ROWS >= 8 and a V whose width is a multiple of V_LANES (tests/kernels measures it; `probe` checks it where we run).
+ROWS >= 8, DEPTH <= 160 and a V whose width is a multiple of V_LANES (tests/kernels measures it; `probe` checks it where we run).
 
 A request that holds NaN or infinite K/V harms nobody else: a block is cleared when its first position is written.
 
@@ -29,6 +29,7 @@ import torch
 TILE = 128
 ROWS = 8
 V_LANES = 16
+DEPTH = 128
 FEW = 8
 """Requests with at most this many new tokens are computed together (decoding, verifying drafts); longer ones each by themselves."""
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -227,7 +228,10 @@ def _attend(
     packed[:, :, rows:] = 0
     k, v = (x[:, :, tile.first : tile.last].flatten(0, 1) for x in (keys, values))
     scores = scratch.take("scores", (batch, padded, tile.last - tile.first), query)
-    torch.bmm(packed.view(batch, padded, dim), k.transpose(1, 2), out=scores)
+    rows_of, keys_of = packed.view(batch, padded, dim), k.transpose(1, 2)
+    torch.bmm(rows_of[..., :DEPTH], keys_of[:, :DEPTH], out=scores)
+    for start in range(DEPTH, dim, DEPTH):
+        scores.baddbmm_(rows_of[..., start : start + DEPTH], keys_of[:, start : start + DEPTH])
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
     by_token = scores.view(units, heads, padded, -1)[:, :, :rows].unflatten(2, (tile.tokens, group_size))

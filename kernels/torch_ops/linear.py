@@ -4,9 +4,10 @@ Two modes. Both reduce each row over its K inputs in one order that depends on t
 
 packed   oneDNN's blocked weight layout and its brgemm matmul (CPU; float32, and bfloat16 where the CPU has it). That kernel cuts K into
          blocks of min(K, 1024) inputs when K > 1024, else of min(K, 512), whatever M, N and the number of threads are; each
-         accumulator takes its block's products one after the other. Two exceptions, and what is done about them:
+         accumulator takes its block's products one after the other. Three exceptions, and what is done about them:
            M == 1      the row also counts as a transposed matrix, and K > 1024 is then cut by 512     -> one row is computed as two
            K >= 20000  in float32, with M <= 512 and N <= 512, K is divided among threads              -> N is padded beyond 512
+           AMX         in bfloat16, beyond 32 rows K is cut otherwise                                  -> 32 rows at a time
          (oneDNN 3.12, compute_blocking_heuristic_avx512 in src/cpu/x64/matmul/brgemm_matmul_utils.cpp; `probe` checks it where we run)
 tile     torch's own matmul over row tiles of one fixed, zero-padded size. Everything else: other devices and dtypes, torch built
          without oneDNN. Invariant in M and position; on a CPU in float32 (MKL) only for one thread count.
@@ -26,6 +27,7 @@ Mode = Literal["packed", "tile"]
 TILE_ROWS = 32
 HUGE_N = 16384
 """Outputs from which on oneDNN takes much longer per row when it is given many rows; they are then computed in pieces."""
+AMX_ROWS = 32
 SPLIT_K = 20000
 SPLIT_N = 512
 
@@ -38,6 +40,13 @@ def packed_available(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float32
+
+
+@cache
+def amx_available() -> bool:
+    """Whether oneDNN may use this CPU's tile registers. True where torch can't say."""
+    ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return ask is None or bool(ask())
 
 
 class TiledLinear:
@@ -96,6 +105,8 @@ class TiledLinear:
         self.bias = bias
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
         self._piece = (128 if self.dtype == torch.float32 else 256) if n >= HUGE_N else 0
+        if self.dtype == torch.bfloat16 and amx_available():
+            self._piece = AMX_ROWS
         self._run = self._packed
 
     def _packed(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from .linear import TILE_ROWS, TiledLinear, packed_available
 
 DTYPES = (torch.bfloat16, torch.float32)
 ROWS = (1, 3, TILE_ROWS + 1, 128)
-SHAPES = ((576, 192), (1536, 72))
-"""(inputs, outputs): below and above the 1024 inputs at which oneDNN divides them otherwise; outputs that no vector length divides."""
+SHAPES = ((576, 192), (1536, 72), (1536, 576))
+"""(inputs, outputs): below and above the 1024 inputs at which oneDNN divides them otherwise; outputs that no vector length divides;
+what AMX's kernel cuts by the number of rows."""
 
 
 def numerics_probe() -> tuple[bool, str]:
@@ -73,8 +74,12 @@ def _elementwise(generator: torch.Generator, threads: int) -> bool:
 
 def _attention(generator: torch.Generator, threads: int) -> bool:
     """A prompt at once against its last tokens one by one."""
+    return all(_attention_of(generator, threads, dim) for dim in (64, 256))
+
+
+def _attention_of(generator: torch.Generator, threads: int, dim: int) -> bool:
     length, block = 150, 16
-    q, k, v = (torch.randn(-(-length // block), block, heads, 64, generator=generator) for heads in (6, 2, 2))
+    q, k, v = (torch.randn(-(-length // block), block, heads, dim, generator=generator) for heads in (6, 2, 2))
     q, table = q.flatten(0, 1)[:length], list(range(len(k)))
     slots = torch.arange(length)
     torch.set_num_threads(1)

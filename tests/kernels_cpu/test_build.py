@@ -129,6 +129,19 @@ def test_flags_follow_the_file_name(sources, monkeypatch):
     assert [path.name for path, _ in build.units(sources)] == ["linear_scalar.cpp", "tiny.cpp"]
 
 
+def test_a_compiler_without_amx_leaves_it_out(sources, tmp_path, monkeypatch):
+    """g++ before 11 refuses its flags: those files are compiled without them, and the library says so."""
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "AMX_FLAGS", ("-mno-such-thing",))
+    monkeypatch.setitem(build.ISA_FLAGS, "amx", (*build.ISA_FLAGS["avx512bf16"], "-mno-such-thing"))
+    for name in ("cpuid.cpp", "linear_amx.cpp", "dispatch.h", "linear_kernels.h", "linear.h", "memory.h"):
+        (sources / name).write_bytes((build.SOURCES / name).read_bytes())
+    build.build(tmp_path / "tiny.so", sources)
+    made = ctypes.CDLL(str(tmp_path / "tiny.so"))
+    assert ctypes.c_int.in_dll(made, "tb_amx_compiled").value == 0
+    assert made.tb_isa_best() < lib.ISAS.index("amx")
+
+
 def test_loading_imports_neither_torch_nor_numpy():
     code = "import sys, tokenbus.kernels.cpu.lib as lib; lib.load(); print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     done = subprocess.run(

@@ -95,7 +95,7 @@ def test_greedy_ids_and_logits_equal_transformers(index: int, reference: Any, pr
         sequence = torch.tensor([prompts[index] + ids])
         truth = model(input_ids=sequence, use_cache=False, logits_to_keep=NEW + 1).logits[0]
     assert truth[:-1].argmax(dim=-1).tolist() == ids
-    assert float((logits - truth).abs().max()) <= 2e-4
+    assert float((logits - truth).abs().max()) <= 5e-4
 
 
 def test_bfloat16_errs_no_more_than_transformers(reference: Any, prompts: list[list[int]], paged: Any) -> None:

@@ -227,6 +227,20 @@ def test_reports_add_up(harness) -> None:
     assert reports[0].started == 1000.0
 
 
+def test_ends_without_a_step_report_how_things_stand(harness) -> None:
+    """Gauges would go on showing what the last step saw."""
+    h = harness()
+    h.add("a", 10, max_tokens=3)
+    h.step()
+    assert h.outputs[-1].report.running == 1
+    h.scheduler.cancel("a", "cancelled", h.now)
+    output = h.scheduler.flush(h.now)
+    assert output is not None
+    assert output.finished.keys() == {"a"}
+    assert (output.report.num_requests, output.report.running, output.report.free_blocks) == (0, 0, 64)
+    assert h.scheduler.flush(h.now) is None
+
+
 @pytest.mark.parametrize(("prompt", "limit"), [(100, 64), (64, 64)])
 def test_c27_what_can_never_fit_is_refused_with_the_real_limit(harness, prompt: int, limit: int) -> None:
     h = harness(num_blocks=16, block_size=4, max_model_len=512)

@@ -9,7 +9,7 @@
 
 extern const tb_attention_kernel tb_attention_scalar;
 #if defined(TB_X86)
-extern const tb_attention_kernel tb_attention_avx2, tb_attention_avx512, tb_attention_avx512bf16;
+extern const tb_attention_kernel tb_attention_avx2, tb_attention_avx512, tb_attention_avx512bf16, tb_attention_amx;
 #endif
 
 const tb_attention_kernel* tb_attention_of_level(void) {
@@ -19,6 +19,7 @@ const tb_attention_kernel* tb_attention_of_level(void) {
     case TB_AVX512:
     case TB_AVX512VNNI: return &tb_attention_avx512;
     case TB_AVX512BF16: return &tb_attention_avx512bf16;
+    case TB_AMX: return &tb_attention_amx;
   }
 #endif
   return &tb_attention_scalar;

@@ -6,19 +6,11 @@
 // With bfloat16 q and cache on AVX512-BF16 an "element" is a pair of bfloat16 of neighbouring k, 32 bits like a float, and weights are
 // rounded to bfloat16. Otherwise K and V are widened when they are packed. Of an int8 cache the integers are packed as they are, which is
 // exact; K's scales then multiply the scores, and V's the weights that enter the second product (not those that are summed).
-// A paired cache (attention.h) is B as it is.
+// A paired cache (attention.h) is B as it is. With AMX both products of bfloat16 are of tiles of 16 rows (attention_tiles.h).
 #pragma once
 #include "attention_pack.h"
 
 namespace {
-
-#if defined(__AVX512F__)
-enum { ROWS = 6, COLUMNS = 4 };  // of the microkernel, columns in vectors
-#elif defined(__AVX2__)
-enum { ROWS = 4, COLUMNS = 2 };
-#else
-enum { ROWS = 3, COLUMNS = 2 };
-#endif
 
 // What is added to a product: nothing, c, or c * factor[r]
 enum Start { ZERO, KEEP, SCALE };
@@ -80,6 +72,12 @@ void product_rows(int rows, const float* a, int lda, B b, int count, float* c, i
   }
 }
 
+}  // namespace
+
+#include "attention_tiles.h"
+
+namespace {
+
 struct Scratch {
   float *q, *k, *v, *scores, *weights, *sums, *most, *lanes;
   int* token;  // by row
@@ -88,8 +86,8 @@ struct Scratch {
     q = p, p += (size_t)rows * s.steps;
     k = p, p += (size_t)s.steps * TB_TILE;
     v = p, p += (size_t)TB_TILE * s.width;
-    scores = p, p += ROWS * TB_TILE;
-    weights = p, p += ROWS * TB_TILE;
+    scores = p, p += MOST_ROWS * TB_TILE;
+    weights = p, p += MOST_ROWS * TB_TILE;
     sums = p, p += (size_t)rows * s.width;
     most = p, p += round_up(rows, 16);
     lanes = p, p += round_up(rows, 16) * W;
@@ -99,7 +97,7 @@ struct Scratch {
 
 size_t scratch_bytes(const tb_heads* h, int rows) {
   const size_t steps = round_up(h->head_dim, 16), width = steps;
-  return 4 * (rows * (steps + width + 1) + TB_TILE * (steps + width) + 2 * ROWS * TB_TILE + round_up(rows, 16) * (1 + W));
+  return 4 * (rows * (steps + width + 1) + TB_TILE * (steps + width) + 2 * MOST_ROWS * TB_TILE + round_up(rows, 16) * (1 + W));
 }
 
 // x of the columns lo <= column < hi, from `column` on; `other` elsewhere
@@ -259,6 +257,19 @@ void sums_of(int rows, const float* weights, const Shape& shape, B values, [[may
   product_rows<Element>(rows, weights, lda, values, count, sums, width, start, factor, width);
 }
 
+#if defined(TB_TILES)
+template <class Pack>
+void scores_of(int, const float* q, const Shape& shape, TiledKeys keys, TiledKeys next, bool fetch, float* scores) {
+  tile_scores(q, shape, keys, Pack::STORED && fetch ? &next : nullptr, scores);
+}
+
+template <class Pack>
+void sums_of(int rows, const float* weights, const Shape& shape, Packed values, const Groups* next, bool fetch, int, float* sums,
+             Start start, const float* factor) {
+  tile_sums(rows, weights, shape.width, values, fetch ? next : nullptr, sums, start, factor);
+}
+#endif
+
 template <class Pack, class Q>
 void attend(const tb_attention_rows* a, void* memory) {
   const tb_heads* h = a->heads;
@@ -278,6 +289,8 @@ void attend(const tb_attention_rows* a, void* memory) {
   const int tiles = (last - (first > a->part_begin * TB_PART ? first : a->part_begin * TB_PART) + TB_TILE - 1) / TB_TILE;
   const int later_share = a->later_rows / (tiles < 1 ? 1 : tiles) + 1;
   int later = Pack::STORED ? a->later_rows : 0;
+  [[maybe_unused]] int shaped = 0;
+  constexpr int ROWS = Pack::ROWS;
 
   for (int part = a->part_begin; part < a->part_end; part++) {
     const int from = part * TB_PART, to = from + TB_PART < end ? from + TB_PART : end;
@@ -305,6 +318,9 @@ void attend(const tb_attention_rows* a, void* memory) {
         for (const int stop = next * (r + ROWS) / (late * group); fetched < stop && fetched < next; fetched++)
           there.fetch_row(fetched, head_bytes);
         const int some = late * group - r < ROWS ? late * group - r : (int)ROWS;
+#if defined(TB_TILES)
+        if (Pack::TILES && some != shaped) use_tiles(some, some), shaped = some;
+#endif
         // columns from here on are seen by none of the rows
         const int seen = a->position + s.token[r + some - 1] + 1 - tile, needed = seen < TB_TILE ? seen : (int)TB_TILE;
         scores_of<Pack>(some, s.q + (size_t)r * shape.steps, shape, keys, Pack::keys_of_next(there), r == early * group, s.scores);
@@ -329,10 +345,21 @@ void attend(const tb_attention_rows* a, void* memory) {
     }
     close_part(a, s, shape.width, rows, part);
   }
+#if defined(TB_TILES)
+  if (Pack::TILES) _tile_release();
+#endif
 }
 
 template <class Q, class T>
 void run_as(const tb_attention_rows* a, void* scratch) {
+#if defined(TB_TILES)
+  if constexpr (sizeof(Q) == 2 && sizeof(T) <= 2)
+    if (a->heads->head_dim % 32 == 0) {
+      if constexpr (sizeof(T) == 2)
+        if (a->paired) return attend<Tiled, Q>(a, scratch);
+      return attend<TiledRows<T>, Q>(a, scratch);
+    }
+#endif
 #if defined(__AVX512BF16__)
   if constexpr (sizeof(Q) == 2 && sizeof(T) == 2)
     if (a->paired) return attend<Stored, Q>(a, scratch);

@@ -8,6 +8,15 @@
 namespace {
 
 #if defined(__AVX512F__)
+enum { MICRO_ROWS = 6, COLUMNS = 4 };  // of the microkernel, columns in vectors
+#elif defined(__AVX2__)
+enum { MICRO_ROWS = 4, COLUMNS = 2 };
+#else
+enum { MICRO_ROWS = 3, COLUMNS = 2 };
+#endif
+enum { MOST_ROWS = 16 };  // at a time, of any product
+
+#if defined(__AVX512F__)
 inline vec load(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline vec load_n(const int8_t* p, int n) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1), p)));
@@ -160,7 +169,7 @@ struct Widened {
   typedef Single Element;
   typedef Rows<T> Place;
   // values of an element; elements are in memory as they are needed; rows end with a scale
-  enum { GROUP = 1, RAW = sizeof(T) == 4, SCALED = sizeof(T) == 1, STORED = 0 };
+  enum { GROUP = 1, RAW = sizeof(T) == 4, SCALED = sizeof(T) == 1, STORED = 0, TILES = 0, ROWS = MICRO_ROWS };
   static vec read(const T* x, int n) { return n >= W ? load(x) : load_n(x, n); }
   static void store_weights(float* p, vec w) { store(p, w); }
   static float* weight_at(float* p, int i) { return p + i; }
@@ -200,7 +209,7 @@ template <class T>
 struct Paired {
   typedef Pair Element;
   typedef Rows<T> Place;
-  enum { GROUP = 2, RAW = sizeof(T) == 2, SCALED = sizeof(T) == 1, STORED = 0 };
+  enum { GROUP = 2, RAW = sizeof(T) == 2, SCALED = sizeof(T) == 1, STORED = 0, TILES = 0, ROWS = MICRO_ROWS };
   static vec read(const T* x, int n) { return _mm512_castsi512_ps(pairs(x, n)); }
   static void store_weights(float* p, vec w) { _mm256_storeu_si256((__m256i*)p, narrow(w)); }
   static float* weight_at(float* p, int i) { return p + i / 2; }

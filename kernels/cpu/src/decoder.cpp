@@ -247,7 +247,7 @@ struct Worker {
     const bool add = !layer.after_mlp, final = l + 1 == c.layers;
     const int pieces = (tokens + ROW_PIECE - 1) / ROW_PIECE, rows = (tokens + pieces - 1) / pieces;
     int piece = layer.gate->tiles / (4 * s.threads);
-    piece = piece < 1 ? 1 : tokens > 16 && piece > 2 ? 2 : piece;
+    piece = piece < 1 ? 1 : tokens > 16 && piece > 4 ? 4 : piece;
     const int columns = (layer.gate->tiles + piece - 1) / piece;
     soon = layer.down;
     phase_then_quantise(
@@ -261,7 +261,7 @@ struct Worker {
     const tb_packed* reader = final ? nullptr : s.decoder->layer[l + 1].qkv;
     soon = final ? c.head : reader;
     product(
-        layer.down->tiles, 2,
+        layer.down->tiles, 4,
         [&](int first, int count, int tile, int end) {
           char* y = (add ? s.x : s.branch) + (size_t)first * c.hidden * item;
           linear(layer.down, s.activated, s.activated_q, layer.down, y, c.hidden, c.dtype, add ? TB_ADD : TB_SET, first, count, tile, end);

@@ -16,6 +16,7 @@ const tb_row_functions* tb_rows(void) {
     case TB_AVX2: return &tb_rows_avx2;
     case TB_AVX512:
     case TB_AVX512VNNI: return &tb_rows_avx512;
+    case TB_AMX:
     case TB_AVX512BF16: return &tb_rows_avx512bf16;
   }
 #endif

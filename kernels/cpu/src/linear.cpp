@@ -14,6 +14,7 @@ namespace {
 const tb_linear_kernels& kernels() {
 #if defined(TB_X86)
   switch (tb_isa()) {
+    case TB_AMX: return tb_linear_amx;
     case TB_AVX512BF16: return tb_linear_avx512bf16;
     case TB_AVX512VNNI:
     case TB_AVX512: return tb_linear_avx512;
@@ -33,11 +34,9 @@ struct Linear {
   int m, out_dtype, store;
 };
 
-constexpr size_t kCacheBytes = size_t(256) << 10;  // of a core's second-level cache (512 KiB or more) for activations
 constexpr int kSteps = 1024;     // longest block over k where activations don't fit as they are
 constexpr int kPartialTiles = 16;  // tiles whose partial sums are kept at a time
 constexpr size_t kUneven = 2048; // bytes: rows that are a multiple of it apart share a few sets of the first-level cache
-constexpr int kRowGroup = 12;    // rows of the largest register tile: blocks of rows are multiples of it
 
 size_t element(int dtype) { return dtype == TB_F32 ? 4 : 2; }
 
@@ -85,14 +84,15 @@ Plan make_plan(const Linear& l, const tb_linear_kernels& use) {
   const bool bf16 = l.w->dtype == TB_BF16;
   const int steps = bf16 ? (l.w->k + 1) / 2 : l.w->k;
   const size_t step_bytes = bf16 && !use.native_bf16 ? 8 : 4;
-  const bool copy = l.m > kRowGroup && l.ldx * element(l.w->dtype) % kUneven == 0;
-  if (l.m <= kRowGroup || l.m * step_bytes * steps <= kCacheBytes) return {l.m, steps, 1, copy};
+  const int group = use.row_group;
+  const bool copy = l.m > group && l.ldx * element(l.w->dtype) % kUneven == 0;
+  if (l.m <= group || l.m * step_bytes * steps <= use.cache_bytes) return {l.m, steps, 1, copy};
   const int blocks = (steps + kSteps - 1) / kSteps;
   const int block_steps = round_up((steps + blocks - 1) / blocks, bf16 ? TB_FOLD_BF16 : TB_FOLD_F32);
-  int rows = int(kCacheBytes / (step_bytes * block_steps)) / kRowGroup * kRowGroup;
-  if (rows < kRowGroup) rows = kRowGroup;
+  int rows = int(use.cache_bytes / (step_bytes * block_steps)) / group * group;
+  if (rows < group) rows = group;
   const int row_blocks = (l.m + rows - 1) / rows;
-  rows = round_up((l.m + row_blocks - 1) / row_blocks, kRowGroup);
+  rows = round_up((l.m + row_blocks - 1) / row_blocks, group);
   return {rows, block_steps, (steps + block_steps - 1) / block_steps, copy};
 }
 

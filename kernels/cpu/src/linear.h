@@ -51,7 +51,7 @@ size_t tb_packed_bytes(const tb_packed* w);
 
 // y[m, n] = x[m, k] W^T + bias, on the pool. x is of w->dtype, y of out_dtype; ldx and ldy are the distances between rows in elements.
 // Quantised layers: see quant.h. Plain ones: every output is a float32 sum in one order, whatever m, the row's position, the number of threads and the split into parts: over
-// 128 k (bf16: 1024; pairs at once on avx512bf16), ascending, and then over those sums, ascending; last the bias. bfloat16 outputs are rounded to nearest even, once. x and y must not overlap.
+// 128 k (bf16: 1024; pairs at once on avx512bf16; all k in tiles of 32 on amx), ascending, and then over those sums, ascending; last the bias. bfloat16 outputs are rounded to nearest even, once. x and y must not overlap.
 void tb_linear(const tb_packed* w, const void* x, size_t ldx, void* y, size_t ldy, int m, int out_dtype, int store);
 
 // The same for outputs of tiles tile_begin <= t < tile_end only, on the calling thread: one worker's share, for use inside a task.

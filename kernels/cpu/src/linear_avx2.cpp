@@ -33,4 +33,4 @@ struct Widened {
 
 }  // namespace
 
-extern "C" const tb_linear_kernels tb_linear_avx2 = {block<F32>, block<Widened>, 0};
+extern "C" const tb_linear_kernels tb_linear_avx2 = {block<F32>, block<Widened>, 0, 12, size_t(256) << 10};

@@ -24,4 +24,4 @@ struct Widened {
 
 }  // namespace
 
-extern "C" const tb_linear_kernels tb_linear_avx512 = {block<F32>, block<Widened>, 0};
+extern "C" const tb_linear_kernels tb_linear_avx512 = {block<F32>, block<Widened>, 0, 12, size_t(256) << 10};

@@ -24,4 +24,4 @@ struct Bf16 {
 
 }  // namespace
 
-extern "C" const tb_linear_kernels tb_linear_avx512bf16 = {block<F32>, block<Bf16>, 1};
+extern "C" const tb_linear_kernels tb_linear_avx512bf16 = {block<F32>, block<Bf16>, 1, 12, size_t(256) << 10};

@@ -26,13 +26,15 @@ typedef struct tb_block {
 typedef struct tb_linear_kernels {
   void (*f32)(const tb_block*);
   void (*bf16)(const tb_block*);
-  int native_bf16;  // bf16 takes bf16 activations, not float32
+  int native_bf16;     // bf16 takes bf16 activations, not float32
+  int row_group;       // rows of the largest register tile: blocks of rows are multiples of it
+  size_t cache_bytes;  // of a core's second-level cache for activations
 } tb_linear_kernels;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-extern const tb_linear_kernels tb_linear_scalar, tb_linear_avx2, tb_linear_avx512, tb_linear_avx512bf16;
+extern const tb_linear_kernels tb_linear_scalar, tb_linear_avx2, tb_linear_avx512, tb_linear_avx512bf16, tb_linear_amx;
 #ifdef __cplusplus
 }
 #endif

@@ -56,4 +56,4 @@ void block(const tb_block* b) {
 
 }  // namespace
 
-extern "C" const tb_linear_kernels tb_linear_scalar = {block<false>, block<true>, 0};
+extern "C" const tb_linear_kernels tb_linear_scalar = {block<false>, block<true>, 0, 12, size_t(256) << 10};

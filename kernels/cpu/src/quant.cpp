@@ -18,7 +18,7 @@ const tb_quant_kernels& kernels() {
 
 size_t element(int dtype) { return dtype == TB_F32 ? 4 : 2; }
 
-constexpr int kRowGroup = 12;                        // rows of the largest register tile
+constexpr int kRowGroup = 32;                        // rows of the largest register tile, or a few of them
 constexpr size_t kCacheBytes = size_t(256) << 10;    // of a core's second-level cache for activations
 constexpr size_t kBufferBytes = size_t(64) << 20;    // of quantised activations at a time
 
@@ -48,6 +48,7 @@ void compute(const Product& p, const tb_quant_kernels& use, int row, int rows, i
     if (first >= last) continue;
     const int skipped = (first - segment.tile) * TB_TILE_N;
     tb_block b{};
+    [[maybe_unused]] const bool tiles = segment.format == TB_I8 && tb_isa() == TB_AMX;
     b.w = segment.data + (first - segment.tile) * segment.tile_bytes;
     b.tile_bytes = segment.tile_bytes;
     b.tiles = last - first;
@@ -61,6 +62,12 @@ void compute(const Product& p, const tb_quant_kernels& use, int row, int rows, i
     b.bias = w.bias ? w.bias + size_t(first) * TB_TILE_N : nullptr;
     b.out_dtype = p.out_dtype;
     b.store = p.store;
+#if defined(TB_X86)
+    if (tiles) {
+      tb_int8_tiles(&b);
+      continue;
+    }
+#endif
     use.product[segment.format](&b);
   }
 }

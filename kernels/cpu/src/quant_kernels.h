@@ -19,6 +19,7 @@ struct tb_unpacked {
 
 extern "C" {
 extern const tb_quant_kernels tb_quant_scalar, tb_quant_avx2, tb_quant_avx512vnni;
+extern void (*const tb_int8_tiles)(const tb_block*);  // with AMX, instead of product[TB_I8]
 void tb_unpack(int format, const char* header, const char* block, tb_unpacked* out);
 // The same of output j alone.
 void tb_unpack_row(int format, const char* header, const char* block, int j, uint8_t* q, float* scale, float* minimum);
