@@ -114,6 +114,7 @@ def shown_command(options: argparse.Namespace) -> str:
     words += ["--vllm", "VLLM_VENV/bin/vllm"] if options.vllm else []
     words += ["--model-dir", "MODEL_DIR"] if options.model_dir else []
     words += ["--llama-server", "LLAMA_DIR/llama-server"] if options.llama_server else []
+    words += [f"--llama-arg={shlex.quote(options.llama_arg)}"] if options.llama_arg else []
     words += ["--short"] if options.short else []
     return " ".join(words)
 
@@ -126,6 +127,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm", help="the program of that name in an environment of its own")
     parser.add_argument("--model-dir", help="Hugging Face folder for vLLM; default: made from the demo model")
     parser.add_argument("--llama-server")
+    parser.add_argument("--llama-arg", default="", help="more arguments for llama-server")
     parser.add_argument("--dir", type=Path, default=gguf_make.cache_folder(), help="where models for the peers are made")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--short", action="store_true", help="few requests: to see that it works")
@@ -138,7 +140,7 @@ def main() -> None:
     options = parse()
     lines = chosen(options)
     wanted = needed(lines)
-    peers = Peers(options.vllm, options.model_dir, options.llama_server)
+    peers = Peers(options.vllm, options.model_dir, options.llama_server, options.llama_arg)
     variants = make_variants(set(wanted), peers, Models(options.dir), options.arg)
     run = Run(shown_command(options), versions(peers), variants, lines, options.rounds, options.short)
     for number in range(options.rounds):

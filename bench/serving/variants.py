@@ -32,6 +32,7 @@ class Peers:
     model_dir: str | None = None
     """For vLLM; None: made from the demo model."""
     llama_server: str | None = None
+    llama_args: str = ""
 
 
 class Models:
@@ -116,7 +117,8 @@ def _llama(name: str, peers: Peers, file: Path, slots: int) -> Variant:
     context = {1: 8192, 8: 8 * 4096, 32: 32 * 512}[slots]
     cores = available_cores()
     words = f"--alias {MODEL} --port {{port}} --parallel {slots} --ctx-size {context} -t {cores} -tb {cores} -fa on --no-webui"
-    return Variant(name, (peers.llama_server, "-m", str(file), *words.split()), gguf_make.tensor_bytes(file))
+    command = (peers.llama_server, "-m", str(file), *words.split(), *shlex.split(peers.llama_args))
+    return Variant(name, command, gguf_make.tensor_bytes(file))
 
 
 def versions(peers: Peers) -> list[str]:

@@ -4,7 +4,7 @@
 #include "linear_kernels.h"
 #include "memory.h"
 
-#define TB_PREFETCH_BYTES 4096
+#define TB_PREFETCH_BYTES 1024
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #include "amx.h"
