@@ -68,6 +68,8 @@ class SchedulerConfig(Section, frozen=True):
     """Tokens a step runs at most (a whole prompt may pass it when chunked prefill is off)."""
     max_running: PositiveInt = 256
     """Requests that hold blocks at the same time."""
+    max_drafts: Annotated[int, Meta(ge=0)] = 32
+    """Drafts of one request that a step verifies at most, whatever its plugins propose."""
     max_waiting: PositiveInt = 1024
     """Requests that wait; one more is answered 429."""
     request_timeout: Positive = 600.0
@@ -86,7 +88,7 @@ class ServerConfig(Section, frozen=True):
     """Key of the admin surface; "@FILE" reads it. None: loopback only."""
     drain_seconds: NonNegative = 30.0
     """After SIGTERM: how long running requests may go on."""
-    client_features: tuple[str, ...] = ("chunked_prefill", "prefix_cache")
+    client_features: tuple[str, ...] = ("chunked_prefill", "prefix_cache", "speculative.ngram", "speculative.suffix")
     """Request-scope plugins that a client may switch in the body."""
     log_format: Literal["auto", "console", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -141,6 +141,15 @@ def _limit_chunk(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) 
     return f"answered {answer!r:.40}, not a number of tokens (an int of 0 or more)"
 
 
+def _propose_drafts(answer: Any, arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
+    if not isinstance(answer, (list, tuple)):
+        return f"answered a {type(answer).__name__}, not a list of token ids"
+    if len(answer) > arguments["most"]:
+        return f"proposed {len(answer)} drafts where {arguments['most']} was the most"
+    wrong = next((token for token in answer if type(token) is not int or not 0 <= token < 1 << 31), None)
+    return None if wrong is None else f"proposed {wrong!r:.40}, which is no token id"
+
+
 def _quantization(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
     if isinstance(answer, Refusal):
         return _refusal(answer)
@@ -195,6 +204,7 @@ CHECKS: dict[str, Check] = {
     "wants_prompt_logits": _wants_prompt_logits,
     "match_prefix": _match_prefix,
     "limit_chunk": _limit_chunk,
+    "propose_drafts": _propose_drafts,
     "quantization": _quantization,
     "kv_layout": _kv_layout,
     "attention_backend": _attention_backend,

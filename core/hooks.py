@@ -173,6 +173,24 @@ def limit_chunk(request: Request, wanted: int, step: StepView) -> int | None:
     ...
 
 
+@hookspec(firstresult=True)
+def propose_drafts(request: Request, most: int) -> Sequence[int] | None:
+    """Engine, per request, quick. Each step in which the request decodes and has room for drafts: up to `most` (at least 1) token ids that
+    may follow `request.tokens`, the likeliest first step first. All its requests. None, or an empty answer: the next plugin is asked.
+
+    Drafts are run in the same step and verified: a token is sampled at each place as it would be without drafts, and those drafts are
+    accepted that are equal to it, up to the first that is not. So answers never change; good drafts give several tokens a step, bad ones
+    cost the time of a wider step. `most` respects the step's budget and the request's own end; fewer may be run when blocks are scarce.
+    """
+    ...
+
+
+@hookspec
+def drafts_verified(request: Request, proposed: int, accepted: int) -> None:
+    """Engine, per request, quick. After a step that ran `proposed` drafts of this plugin's, of which the first `accepted` were right;
+    `request.tokens` ends with what was accepted and one token more. Not when the request ended in that step."""
+
+
 @hookspec
 def blocks_filled(request: Request, first: int, last: int, pool: BlockPool) -> None:
     """Engine, per request, quick. After a step in which the request's blocks[first:last] became full: their K/V is written and their

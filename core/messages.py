@@ -143,6 +143,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     prompt_tokens: int
     decode_tokens: int
+    """Known tokens of requests that decode; drafts beside them are counted apart."""
     running: int
     waiting: int
     free_blocks: int
@@ -152,6 +153,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_moved: int
     flops: int
     counters: dict[str, float] = {}
+    draft_tokens: int = 0
     cpu_seconds: float = 0.0
     """CPU time of the engine process since it started."""
 

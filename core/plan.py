@@ -27,6 +27,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that lost their blocks while this plan was made."""
     num_prompt_tokens: int = 0
     """How many of the planned tokens belong to prompts (or to recomputation after preemption)."""
+    num_draft_tokens: int = 0
+    """How many are drafts, which the step verifies."""
     waiting: int = 0
     running: int = 0
 
@@ -59,12 +61,18 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True):
 
     After running n tokens of a request the worker samples exactly when computed + n reaches the number of tokens it knows, and
     appends the sampled token itself: the next plan may already count on it.
+
+    Drafts are run behind a request's known tokens (n counts them), and a token is sampled behind the last known token and behind each
+    draft. The first that differs from the draft at its place ends what is appended; K/V behind it counts as not computed, and both
+    sides take blocks that the request's tokens do not need out of its table.
     """
 
     step_id: int
     num_tokens: dict[str, int]
     new: list[WorkerRequest] = []
     new_blocks: dict[str, list[int]] = {}
+    drafts: dict[str, list[int]] = {}
+    """Token ids to verify, of requests whose known tokens all run in this step; never empty."""
     dropped: list[str] = []
     """Finished, cancelled or preempted since the last step: forget them before anything else."""
     features: tuple[str, ...] | None = None

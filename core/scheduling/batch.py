@@ -74,6 +74,14 @@ class Batch:
         request.blocks.extend(blocks)
         request.capacity += len(blocks) * self.block_size
 
+    def shrink(self, request: Request) -> None:
+        """Blocks that a running request's tokens do not need (they were taken for drafts) go back."""
+        keep = self.blocks_for(len(request.tokens))
+        if len(request.blocks) > keep:
+            self.pool.release(request.blocks[keep:])
+            del request.blocks[keep:]
+            request.capacity = keep * self.block_size
+
     def preempt(self, request: Request, now: float) -> None:
         """Back to the line without blocks; all its tokens, the generated ones too, are run again later."""
         self.running.remove(request)

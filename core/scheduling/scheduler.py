@@ -120,6 +120,7 @@ class Scheduler:
             num_tokens=plan.num_tokens,
             new=new,
             new_blocks=new_blocks,
+            drafts=self._builder.drafts,
             dropped=dropped,
             features=self.live.take_announcement(),
         )
@@ -135,6 +136,8 @@ class Scheduler:
         if result.prompt_logprobs:
             output.prompt_logprobs = self._prompt_logprobs(plan, result.prompt_logprobs)
         self._advance(plan, result, output, now)
+        if self._builder.drafts:
+            self._settle_drafts(result, now)
         hooks = self.live.engine_hooks
         for impl in hooks.step_finished:
             self.batch.call_engine_wide(impl, plan=plan, result=result, seconds=seconds)
@@ -190,6 +193,36 @@ class Scheduler:
             for request_id in stale:
                 _trim(output, result, request_id, [])
 
+    def _settle_drafts(self, result: StepResult, now: float) -> None:
+        """Give back what drafts took, and tell who proposed them how good they were."""
+        counters, builder = self.batch.counters, self._builder
+        for request_id, drafts in builder.drafts.items():
+            new, plugin = result.sampled.get(request_id), builder.proposers[request_id]
+            if new is None:
+                continue
+            accepted = len(new) - 1
+            names = [
+                "verified_steps",
+                *(f"proposed_at.{i}" for i in range(len(drafts))),
+                *(f"accepted_at.{i}" for i in range(accepted)),
+            ]
+            for name, count in (
+                ("proposed_tokens", len(drafts)),
+                ("accepted_tokens", accepted),
+                *((name, 1) for name in names),
+            ):
+                counters[f"{plugin}.{name}"] = counters.get(f"{plugin}.{name}", 0) + count
+            request = self.batch.requests.get(request_id)
+            if request is None or request.status is not Status.RUNNING:
+                continue
+            self.batch.shrink(request)
+            try:
+                for impl in request.hooks.drafts_verified:
+                    if impl.plugin == plugin:
+                        impl(request=request, proposed=len(drafts), accepted=accepted)
+            except TokenbusError as error:
+                self.batch.end(request, "error", now, error=error.to_wire())
+
     def _blocks_filled(self, filled: list[tuple[Request, int, int]], now: float) -> None:
         pool = self.pool
         for request, first, last in filled:
@@ -237,7 +270,8 @@ class Scheduler:
         """Without a plan and result: how things stand when no step has given any (its num_requests is 0)."""
         num_tokens = {} if plan is None else plan.num_tokens
         prompt_tokens = 0 if plan is None else plan.num_prompt_tokens
-        total = sum(num_tokens.values()) if prompt_tokens else len(num_tokens)
+        drafts = 0 if plan is None else plan.num_draft_tokens
+        total = sum(num_tokens.values()) - drafts if prompt_tokens else len(num_tokens)
         counters = {} if result is None else result.counters
         if self.batch.counters:
             counters = {**counters, **self.batch.counters}
@@ -249,6 +283,7 @@ class Scheduler:
             phases={} if result is None else result.phases,
             num_requests=len(num_tokens),
             prompt_tokens=prompt_tokens,
+            draft_tokens=drafts,
             decode_tokens=total - prompt_tokens,
             running=len(self.batch.running),
             waiting=len(self.batch.line),

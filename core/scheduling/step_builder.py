@@ -1,6 +1,7 @@
 """How one step's plan is made. One pass, in this order, within one token budget:
 
     1. decodes           every running request that has one token to run; blocks for all of them at once
+       drafts            what `propose_drafts` gives for them, as far as budget and free blocks go
     2. running prompts   chunks, oldest first, as large as `limit_chunk` allows
     3. waiting requests  in the policy's order, as long as blocks, batch and budget have room
 
@@ -26,12 +27,17 @@ class StepBuilder:
         """Of the plan made last."""
         self._batch = batch
         self._budget = config.token_budget
+        self._most_drafts = config.max_drafts
         self._max_running = min(config.max_running, config.token_budget)
         """Every decode fits into the budget."""
         # of the step that is being planned
         self._num_tokens: dict[str, int] = {}
         self._new: list[WorkerRequest] = []
         self._new_blocks: dict[str, list[int]] = {}
+        self.drafts: dict[str, list[int]] = {}
+        """Of the plan made last."""
+        self.proposers: dict[str, str] = {}
+        """The plugin that proposed them, by request."""
         self._preempted: list[str] = []
         self._starved = False
         """Blocks ran out: nobody joins in this step."""
@@ -49,6 +55,7 @@ class StepBuilder:
             return None
         self.step_id += 1
         self._new, self._new_blocks, self._preempted, self._starved = [], {}, [], False
+        self.drafts, self.proposers = {}, {}
         self._num_tokens = num_tokens = {
             request.request_id: 1
             for request in batch.running
@@ -62,6 +69,8 @@ class StepBuilder:
             prompt_tokens=0,
             waiting=len(batch.line),
         )
+        if not self._starved:
+            self._plan_drafts([r for r in batch.running if r.hooks.propose_drafts and r.request_id in num_tokens], now)
         if batch.line or len(num_tokens) < len(batch.running):
             self._plan_prompts(now, least=0)
             if not num_tokens:
@@ -77,6 +86,7 @@ class StepBuilder:
             free_blocks=batch.pool.num_available,
             preempted=tuple(self._preempted),
             num_prompt_tokens=view.prompt_tokens,
+            num_draft_tokens=sum(map(len, self.drafts.values())),
             waiting=len(batch.line),
             running=len(batch.running),
         )
@@ -142,6 +152,7 @@ class StepBuilder:
         request_id = request.request_id
         planned = self._num_tokens.pop(request_id, 0)
         self._new_blocks.pop(request_id, None)
+        self.drafts.pop(request_id, None)
         if not planned:
             return
         self._view.budget += planned
@@ -151,6 +162,46 @@ class StepBuilder:
         else:
             self._view.prompt_tokens -= planned
         self._new = new
+
+    # ---- drafts -----------------------------------------------------------------------------------------------------------------
+
+    def _plan_drafts(self, requests: list[Request], now: float) -> None:
+        """Behind decodes, where there is room: nobody gives way to drafts."""
+        view = self._view
+        for request in requests:
+            most = min(view.budget, request.limit - len(request.tokens) - 1, self._most_drafts)
+            if most < 1:
+                continue
+            try:
+                drafts = self._fitting(request, self._proposed(request, most))
+            except TokenbusError as error:
+                self._unplan(request)
+                self._batch.end(request, "error", now, error=error.to_wire())
+                continue
+            if drafts:
+                self.drafts[request.request_id] = drafts
+                self._num_tokens[request.request_id] += len(drafts)
+                view.budget -= len(drafts)
+
+    def _proposed(self, request: Request, most: int) -> list[int]:
+        for impl in request.hooks.propose_drafts:
+            if drafts := impl(request=request, most=most):
+                self.proposers[request.request_id] = impl.plugin
+                return list(drafts)
+        return []
+
+    def _fitting(self, request: Request, drafts: list[int]) -> list[int]:
+        """Those that there are blocks for, which are taken."""
+        pool, known = self._batch.pool, len(request.tokens)
+        needed = self._batch.blocks_for(known + len(drafts)) - len(request.blocks)
+        if needed > pool.num_available:
+            return drafts[: request.capacity - known]
+        if needed > 0:
+            blocks = pool.allocate(needed)
+            assert blocks is not None
+            self._batch.grow(request, blocks)
+            self._new_blocks.setdefault(request.request_id, []).extend(blocks)
+        return drafts
 
     # ---- prompts ----------------------------------------------------------------------------------------------------------------
 

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """`n` tokens of `request` from its `computed`-th on."""
+    """`n` tokens of `request` from its `computed`-th on; while it runs, its last `drafts` tokens are drafts."""
 
     request: WorkerRequestState
     n: int
+    drafts: int = 0
 
     @property
-    def samples(self) -> bool:
-        return self.request.computed + self.n == len(self.request.tokens)
+    def rows(self) -> int:
+        """How many tokens are sampled: one behind the last known token and one behind each draft; 0 for part of a prompt."""
+        return self.drafts + 1 if self.request.computed + self.n == len(self.request.tokens) else 0
 
 
 def build(runs: Sequence[Run], layout: KVLayout) -> ForwardBatch:
@@ -33,7 +35,7 @@ def build(runs: Sequence[Run], layout: KVLayout) -> ForwardBatch:
     flat = np.empty((3, total), dtype=np.int64)  # token ids, positions, slots
     query_start, context_len, tables = [0], [], []
     start = 0
-    for request, count in runs:
+    for request, count, _ in runs:
         done = request.computed
         if count == 1:
             flat[0, start] = request.tokens[done]

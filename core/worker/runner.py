@@ -4,15 +4,15 @@ run(order)
   apply      dropped, new, new_blocks, features
   prepare    token ids, positions, slots, block tables of all runs behind each other       (batch.build)
   forward    the model, all tokens
-  logits     LM head on the rows that sample, one row for each request whose last known token was run
-  sample     core's sampler with the plugins' hooks                                         (sampler.sample)
+  logits     LM head on the rows that sample: of each request whose last known token was run, that one's and its drafts'
+  sample     core's sampler with the plugins' hooks; drafts that are equal are accepted     (sampler.sample)
   prompts    LM head and token_logprobs over prompt rows of requests that want them, PROMPT_TILE rows at a time
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
@@ -183,20 +183,18 @@ class ModelRunner:
         starts = forward.attention.query_start
         prompt_rows, head_calls = self._prompt_logprobs(runs, starts, hidden, result)
         prompted = time.perf_counter()
-        sampling = [i for i, run in enumerate(runs) if run.samples]
-        result.flops = batch.flops(runs, layout, model.spec, prompt_rows + len(sampling))
-        head_calls += -(-len(sampling) // SAMPLE_TILE)
-        result.bytes_moved = batch.bytes_moved(runs, layout, model.spec, head_calls)
-        for request, n in runs:
+        tiles = _sampling_tiles(runs)
+        result.flops = batch.flops(runs, layout, model.spec, prompt_rows + sum(run.rows for run in runs))
+        result.bytes_moved = batch.bytes_moved(runs, layout, model.spec, head_calls + len(tiles))
+        for request, n, _ in runs:
             request.computed += n
         in_head = 0.0
-        for first in range(0, len(sampling), SAMPLE_TILE):
-            some = sampling[first : first + SAMPLE_TILE]
+        for some in tiles:
             head_started = time.perf_counter()
-            rows = [starts[i + 1] - 1 for i in some]
+            rows = [row for i in some for row in range(starts[i + 1] - runs[i].drafts - 1, starts[i + 1])]
             logits = self._head(hidden if len(rows) == len(hidden) else hidden[rows])
             in_head += time.perf_counter() - head_started
-            self._sample(logits, [runs[i].request for i in some], result)
+            self._sample(logits, [runs[i] for i in some], result)
         self._told_attention = attention
         result.phases = {
             "prepare": prepared - started,
@@ -264,22 +262,27 @@ class ModelRunner:
 
     def _runs(self, order: StepInput, result: StepResult) -> list[Run]:
         """What can be run of the order; the rest are errors of their requests."""
-        block_size = self._loaded()[1].block_size
+        model, layout = self._loaded()
+        block_size, vocab_size = layout.block_size, model.spec.vocab_size
         runs = []
         for request_id, count in order.num_tokens.items():
             if request_id in self._failed:
                 result.errors[request_id] = self._failed[request_id]
                 continue
             request = self._requests.get(request_id)
+            drafts = order.drafts.get(request_id, [])
             end = count if request is None else request.computed + count
             if request is None:
                 problem = "is unknown to the worker"
-            elif count < 1 or end > len(request.tokens):
+            elif count < 1 or (end != len(request.tokens) + len(drafts) if drafts else end > len(request.tokens)):
                 problem = f"can't run {count} tokens: {request.computed} of {len(request.tokens)} are computed"
             elif end > len(request.blocks) * block_size:
                 problem = f"has blocks for {len(request.blocks) * block_size} tokens, but {end} are to be written"
+            elif drafts and max(drafts) >= vocab_size:
+                problem = f"has a draft {max(drafts)} beyond the vocabulary of {vocab_size} tokens"
             else:
-                runs.append(Run(request, count))
+                request.tokens.extend(drafts)
+                runs.append(Run(request, count, len(drafts)))
                 continue
             self._fail(request_id, WorkerError(f"request {request_id} {problem}"), result)
         return runs
@@ -290,28 +293,50 @@ class ModelRunner:
         plain = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.is_contiguous()
         return logits if plain else logits.to("cpu", torch.float32).contiguous()
 
-    def _sample(self, logits: torch.Tensor, requests: list[WorkerRequestState], result: StepResult) -> None:
-        pairs = [
-            (i, SampleRow(request, len(request.tokens)))
-            for i, request in enumerate(requests)
-            if request.request_id not in result.errors
-        ]
-        if len(pairs) < len(requests):
-            logits = logits[[i for i, _ in pairs]]
-        rows = [row for _, row in pairs]
+    def _sample(self, logits: torch.Tensor, runs: list[Run], result: StepResult) -> None:
+        """One token for each row of `runs`; a request gets those up to the first that isn't the draft at its place."""
+        parts: list[tuple[Run, int]] = []
+        """Runs and their first row."""
+        rows: list[SampleRow] = []
+        kept: list[int] = []
+        start = 0
+        for run in runs:
+            request, known = run.request, len(run.request.tokens) - run.drafts
+            if request.request_id not in result.errors:
+                parts.append((run, len(rows)))
+                rows.extend(SampleRow(request, known + i, drafts=i) for i in range(run.drafts + 1))
+                kept.extend(range(start, start + run.drafts + 1))
+            start += run.drafts + 1
+        if len(kept) < start:
+            logits = logits[kept]
         if not rows:
             return
+        firsts = {run.request.request_id: logits[row].clone() for run, row in parts if run.drafts}
         outcome = sampler.sample(logits, rows, self.plugins.order)
-        for request_id, error in outcome.errors.items():
-            self._fail(request_id, error, result)
-        for row, token, entry in zip(rows, outcome.token_ids, outcome.logprobs, strict=True):
-            request = row.request
-            if request.request_id in result.errors:
+        for run, row in parts:
+            request = run.request
+            known = len(request.tokens) - run.drafts
+            tokens, entries = outcome.token_ids[row : row + run.drafts + 1], outcome.logprobs[row : row + run.drafts + 1]
+            error = outcome.errors.get(request.request_id)
+            if run.drafts:
+                drafts = request.tokens[known:]
+                del request.tokens[known:]
+                if error is not None:  # of a row behind a wrong draft, maybe, which would not have been
+                    alone = sampler.sample(firsts[request.request_id][None], [SampleRow(request, known)], self.plugins.order)
+                    error, tokens, entries = alone.errors.get(request.request_id), alone.token_ids, alone.logprobs
+                else:
+                    right = next((i for i, draft in enumerate(drafts) if draft != tokens[i]), len(drafts))
+                    tokens, entries = tokens[: right + 1], entries[: right + 1]
+            if error is not None:
+                self._fail(request.request_id, error, result)
                 continue
-            request.tokens.append(token)
-            result.sampled[request.request_id] = [token]
-            if entry is not None:
-                result.logprobs[request.request_id] = [entry]
+            request.tokens.extend(tokens)
+            if run.drafts:
+                request.computed = len(request.tokens) - 1
+                del request.blocks[-(-len(request.tokens) // self._loaded()[1].block_size) :]
+            result.sampled[request.request_id] = tokens
+            if entries[0] is not None:
+                result.logprobs[request.request_id] = [entry for entry in entries if entry is not None]
 
     def _prompt_logprobs(self, runs: list[Run], starts: list[int], hidden: torch.Tensor, result: StepResult) -> tuple[int, int]:
         """Fill `result.prompt_logprobs`. Returns rows and calls of the LM head."""
@@ -338,6 +363,21 @@ class ModelRunner:
                 if entries:
                     result.prompt_logprobs[request.request_id] = entries
         return num_rows, num_calls
+
+
+def _sampling_tiles(runs: Sequence[Run]) -> list[list[int]]:
+    """Indices of the runs that sample, in groups of at most SAMPLE_TILE rows (a run with more drafts is a group of its own)."""
+    tiles: list[list[int]] = []
+    room = 0
+    for i, run in enumerate(runs):
+        if not run.rows:
+            continue
+        if run.rows > room:
+            tiles.append([])
+            room = SAMPLE_TILE
+        tiles[-1].append(i)
+        room -= run.rows
+    return tiles
 
 
 def _zeros(shape: tuple[int, ...], layout: KVLayout) -> torch.Tensor:

@@ -46,6 +46,9 @@ class SampleRow:
     """Index of the predicted token in the sequence (prompt plus output); the random key's counter."""
     is_prompt: bool = False
     """True for a prompt position whose token is already known (prompt logprobs)."""
+    drafts: int = 0
+    """How many of `tokens`, at its end, are drafts that may turn out wrong: what a plugin remembers must not count on them. Rows of a
+    request follow each other, with 0, 1, 2 ... drafts; behind a wrong draft a row is not used."""
 
     @property
     def tokens(self) -> list[int]:

@@ -104,6 +104,8 @@ class Collector:
         self.step_requests = self._histogram("step_requests", "Requests in a step", LENGTHS)
         self.step_prompt = self._histogram("step_prompt_tokens", "Prompt tokens in a step", LENGTHS)
         self.step_decode = self._histogram("step_decode_tokens", "Decode tokens in a step", LENGTHS)
+        self.step_drafts = self._histogram("step_draft_tokens", "Drafts verified in a step", LENGTHS)
+        self.plugin_counts = self._counter("plugin_counts", "What plugins count, by the counter's own name", ("name",))
         self.phase_seconds = self._counter("step_phase_seconds", "Wall time of steps by phase", ("phase",))
         self.preemptions = self._counter("preemptions", "Requests that lost their KV blocks and were queued again")
         self.allocation_failures = self._counter("kv_allocation_failures", "Times the pool had too few blocks")
@@ -182,6 +184,9 @@ class Collector:
         self.step_decode.observe(step.decode_tokens)
         for phase, seconds in step.phases.items():
             self.phase_seconds.labels(phase).inc(max(0.0, seconds))
+        self.step_drafts.observe(step.draft_tokens)
+        for name, count in step.counters.items():
+            self.plugin_counts.labels(name).inc(max(0.0, count))
         self.bytes_moved.inc(step.bytes_moved)
         self.flops.inc(step.flops)
         info = self._front.info()

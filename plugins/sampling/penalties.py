@@ -30,6 +30,12 @@ class TokenCounts:
         """By place in `ids`: times generated; 0 for a token of the prompt only."""
         self._place: dict[int, int] = {}
 
+    def copy(self) -> TokenCounts:
+        made = TokenCounts(self.num_prompt)
+        made.length, made.ids, made.output_counts = self.length, self.ids[:], self.output_counts[:]
+        made._place = dict(self._place)
+        return made
+
     def catch_up(self, tokens: Sequence[int]) -> None:
         """See tokens[self.length:]."""
         for index in range(self.length, len(tokens)):
@@ -89,10 +95,13 @@ class Penalties(Plugin):
             penalise(values, self._counts(row), row.request.fields)
 
     def _counts(self, row: SampleRow) -> TokenCounts:
-        counts = row.request.stash[STATE]
-        if row.position < counts.length:  # a row before tokens that were already seen
+        counts, tokens = row.request.stash[STATE], row.tokens
+        if row.position - row.drafts < counts.length:  # a row before tokens that were already seen
             counts = TokenCounts(row.request.num_prompt_tokens)
-        counts.catch_up(row.tokens)
+        elif row.drafts:
+            counts.catch_up(tokens[: row.position - row.drafts])
+            counts = counts.copy()
+        counts.catch_up(tokens)
         return counts
 
 

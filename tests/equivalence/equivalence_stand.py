@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from tokenbus.core.bus import Bus
@@ -16,6 +17,7 @@ from tokenbus.core.config import CacheConfig, Config, ModelConfig, SchedulerConf
 from tokenbus.core.contexts import AdmissionContext, EngineContext
 from tokenbus.core.host import PluginHost
 from tokenbus.core.kv.pool import BlockPool
+from tokenbus.core.plugin import Plugin
 from tokenbus.core.request import AdmittedRequest
 from tokenbus.core.scheduling.scheduler import Scheduler
 from tokenbus.core.worker.runner import ModelRunner
@@ -56,6 +58,8 @@ class Outcome:
     """Prompt chunks: requests planned with more than one token, or part of their prompt."""
     largest_batch: int
     preempted: int
+    counters: dict[str, float] = field(default_factory=dict)
+    """Of all step reports, summed."""
 
 
 class Stand:
@@ -88,17 +92,25 @@ class Stand:
         token_budget: int = 2048,
         max_running: int = 64,
         threads: int = 2,
+        on: tuple[str, ...] = (),
+        plugins: tuple[type[Plugin], ...] = (),
+        settings: dict[str, Any] | None = None,
     ) -> Outcome:
+        """on: engine plugins beside the default ones; `plugins` are found besides those that are installed."""
         torch.set_num_threads(threads)
         if lib.load():
             lib.set_threads(threads)
-        settings = {} if chunk is None else {"chunked_prefill": {"mode": "fixed", "chunk_size": chunk}}
+        settings = dict(settings or {})
+        if chunk is not None:
+            settings["chunked_prefill"] = {"mode": "fixed", "chunk_size": chunk}
         config = Config(
             scheduler=SchedulerConfig(token_budget=token_budget, max_running=max_running),
             cache=CacheConfig(block_size=BLOCK, num_blocks=blocks),
         )
         host = _host("engine", settings)
-        switches = host.start_switches(enable=self.enable, disable=off)
+        for plugin in plugins:
+            host.add(plugin)
+        switches = host.start_switches(enable=(*self.enable, *on), disable=off)
         host.load(switches.on)
         pool = BlockPool(blocks, BLOCK)
         for impl in host.table(switches.on).engine_started:
@@ -114,13 +126,15 @@ class Stand:
             on_plugin_failure=lambda name, error: failures.append((name, error)),
         )
         self.runner.allocate(blocks)
-        outcome = self._play(scheduler, asks, switches.names())
+        worker_names = tuple(name for name in switches.names() if name not in {p.info.name for p in plugins})
+        outcome = self._play(scheduler, asks, switches.names(), worker_names)
         scheduler.check_integrity()
         assert not failures
         assert pool.num_available == blocks, "blocks were lost"
         return outcome
 
-    def _play(self, scheduler: Scheduler, asks: list[Ask], features: tuple[str, ...]) -> Outcome:
+    def _play(self, scheduler: Scheduler, asks: list[Ask], features: tuple[str, ...], known: tuple[str, ...]) -> Outcome:
+        """known: those of `features` that the worker has, too."""
         ids = {}
         waiting = list(enumerate(asks))
         answers = [Answer() for _ in asks]
@@ -145,7 +159,11 @@ class Stand:
                 n > 1 or scheduler.requests[r].computed + n < len(scheduler.requests[r].tokens)
                 for r, n in plan.num_tokens.items()
             )
+            new = [msgspec.structs.replace(r, features=tuple(f for f in r.features if f in known)) for r in order.new]
+            order = msgspec.structs.replace(order, new=new)
             output = scheduler.update(plan, self.runner.run(order), time.time(), 0.01)
+            for name, count in (output.report.counters if output.report else {}).items():
+                outcome.counters[name] = outcome.counters.get(name, 0) + count
             for request_id, tokens in output.tokens.items():
                 answers[ids[request_id]].tokens += tokens
             for request_id, entries in output.logprobs.items():

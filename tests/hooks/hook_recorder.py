@@ -76,6 +76,15 @@ class Recorder(_Noting):
         self.note("wants_prompt_logits")
         return request.fields["note"] == "prompt"
 
+    @hookimpl
+    def propose_drafts(self, request, most):
+        self.note("propose_drafts")
+        return [5][:most]
+
+    @hookimpl
+    def drafts_verified(self, request, proposed, accepted):
+        self.note("drafts_verified")
+
     @hookimpl(tryfirst=True)
     def match_prefix(self, request, pool):
         self.note("match_prefix")

@@ -80,17 +80,21 @@ class FakeWorker:
             self.known[request_id].blocks.extend(blocks)
         assert set(order.num_tokens) >= {new.request_id for new in order.new} | set(order.new_blocks)
         result = StepResult(step_id=order.step_id, sampled={})
+        assert set(order.num_tokens) >= set(order.drafts)
         for request_id, num_tokens in order.num_tokens.items():
             if (error := self.fail.pop(request_id, None)) is not None:
                 result.errors[request_id] = error
                 continue
-            self._run(request_id, num_tokens, result)
+            self._run(request_id, num_tokens, order.drafts.get(request_id, []), result)
         return result
 
-    def _run(self, request_id: str, num_tokens: int, result: StepResult) -> None:
+    def _run(self, request_id: str, num_tokens: int, drafts: list[int], result: StepResult) -> None:
         copy = self.known[request_id]
         assert num_tokens >= 1
-        assert copy.computed + num_tokens <= len(copy.tokens), request_id
+        assert copy.computed + num_tokens <= len(copy.tokens) + len(drafts), request_id
+        if drafts:
+            self._verify(request_id, num_tokens, drafts, result)
+            return
         self.tokens_run += num_tokens
         state = SEED_STATE
         for position in range(copy.computed + num_tokens):
@@ -110,6 +114,27 @@ class FakeWorker:
             token = next_token(state)
             copy.tokens.append(token)
             result.sampled[request_id] = [token]
+
+    def _verify(self, request_id: str, num_tokens: int, drafts: list[int], result: StepResult) -> None:
+        copy = self.known[request_id]
+        known = len(copy.tokens)
+        assert copy.computed + num_tokens == known + len(drafts)
+        self.tokens_run += num_tokens
+        state, sampled = SEED_STATE, []
+        for position, token in enumerate(copy.tokens + drafts):
+            state = roll(state, token)
+            block, offset = copy.blocks[position // self.block_size], position % self.block_size
+            if position < copy.computed:
+                assert self.kv[block][offset] == state, f"{request_id}: position {position} is not in block {block}"
+            else:
+                self.kv[block][offset] = state
+            right = sampled == drafts[: len(sampled)]
+            if position >= known - 1 and right:
+                sampled.append(next_token(state))
+        copy.tokens.extend(sampled)
+        copy.computed = len(copy.tokens) - 1
+        del copy.blocks[-(-len(copy.tokens) // self.block_size) :]
+        result.sampled[request_id] = sampled
 
 
 class Harness:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,8 @@ class Spec:
         self.name, self.prompt, self.new = name, prompt, new
         self.chunk: int = options.pop("chunk", 1 << 20)
         self.preempt_at: int | None = options.pop("preempt_at", None)
+        self.draft: Callable[[list[int]], list[int]] = options.pop("draft", lambda tokens: [])
+        """Drafts behind these tokens."""
         self.features: tuple[str, ...] = options.pop("features", ALL)
         self.temperature: float = options.pop("temperature", 0.0)
         self.seed: int = options.pop("seed", 0)
@@ -211,7 +214,7 @@ class Driver:
         self.results: list[StepResult] = []
 
     def plan(self) -> StepInput:
-        num_tokens, new, new_blocks = {}, [], {}
+        num_tokens, new, new_blocks, drafts = {}, [], {}, {}
         for spec in self.specs:
             if spec.done:
                 continue
@@ -219,7 +222,11 @@ class Driver:
                 self.dropped.append(spec.name)
                 spec.preempt_at, spec.known, spec.computed, spec.blocks = None, False, 0, []
                 spec.logprobs, spec.prompt_logprobs = list(spec.logprobs), []
-            n = num_tokens[spec.name] = min(spec.chunk, len(spec.tokens) - spec.computed)
+            n = min(spec.chunk, len(spec.tokens) - spec.computed)
+            if spec.computed + n == len(spec.tokens) and spec.output and (guesses := spec.draft(list(spec.tokens))):
+                drafts[spec.name] = guesses
+                n += len(guesses)
+            num_tokens[spec.name] = n
             grown = [next(self.blocks) for _ in range(-(-(spec.computed + n) // BLOCK) - len(spec.blocks))]
             spec.blocks += grown
             if spec.known:
@@ -234,7 +241,9 @@ class Driver:
             )  # fmt: skip
             new.append(order)
         dropped, self.dropped = self.dropped, []
-        return StepInput(step_id=next(self.steps), num_tokens=num_tokens, new=new, new_blocks=new_blocks, dropped=dropped)
+        return StepInput(
+            step_id=next(self.steps), num_tokens=num_tokens, new=new, new_blocks=new_blocks, drafts=drafts, dropped=dropped
+        )
 
     def take(self, order: StepInput, result: StepResult) -> None:
         self.results.append(result)
@@ -242,6 +251,9 @@ class Driver:
             if (n := order.num_tokens.get(spec.name)) is None:
                 continue
             spec.computed += n
+            if spec.name in order.drafts and spec.name in result.sampled:
+                spec.computed = len(spec.tokens) + len(result.sampled[spec.name]) - 1
+                del spec.blocks[-(-(spec.computed + 1) // BLOCK) :]
             if spec.name in result.errors:
                 spec.error = result.errors[spec.name]
             spec.tokens += result.sampled.get(spec.name, [])
