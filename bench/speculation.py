@@ -1,9 +1,10 @@
 """What drafts bring: one stream with and without a proposer, in alternating pairs, on text that repeats itself and on text that does not.
 
-    python bench/speculation.py [--plugin speculative.ngram] [--pairs 20] [--only copy,edit,json,prose,noise] [--out bench/results/NAME.md]
+    python bench/speculation.py [--plugin speculative.ngram] [--pairs 20] [--only copy,edit,json,prose,noise] [--out FILE]
 
-One server runs all; a pair is the same request with the proposer off and on, in changing order, over HTTP. Both give the same text, which is
-checked. The ratio is of output tokens a second, decoding only (first token to last); its interval is that of the pairs' median, by bootstrap.
+One server runs all; a pair is the same request with the proposer off and on, in changing order, over HTTP. Both give the same text,
+which is checked. The ratio is of output tokens a second, decoding only (first token to last); its interval is that of the pairs'
+median, by bootstrap.
 
     copy    a passage, then its beginning again: the model goes on copying
     edit    code, and then the same code again with one name changed
@@ -28,9 +29,10 @@ from typing import Any
 from serving.servers import MODEL, Server, Variant, served
 
 PASSAGE = (
-    "The lighthouse keeper climbed the narrow stairs every evening at six. He trimmed the wick, filled the lamp with oil, and wound the "
-    "clockwork that turned the great lens. Then he sat down by the window with his logbook, wrote down the wind and the weather, and counted "
-    "the ships that passed. In forty years he had counted more than ninety thousand of them, and only eleven had ever answered his greeting."
+    "The lighthouse keeper climbed the narrow stairs every evening at six. He trimmed the wick, filled the lamp with oil, and wound "
+    "the clockwork that turned the great lens. Then he sat down by the window with his logbook, wrote down the wind and the weather, "
+    "and counted the ships that passed. In forty years he had counted more than ninety thousand of them, and only eleven had ever "
+    "answered his greeting."
 )
 CODE = """def total(orders):
     result = 0
@@ -56,7 +58,10 @@ RECORDS = "[\n" + "".join(
 STORY = "Once upon a time, in a village between two mountains, there lived a clockmaker who"
 WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "copy": (f"{PASSAGE}\n\n{PASSAGE}\n\n{PASSAGE[:120]}", {"temperature": 0}),
-    "edit": (f"# Version 1\n{CODE}\n# Version 2\n{CODE.replace('orders', 'bills')}\n# Version 3\n{CODE[:60]}", {"temperature": 0}),
+    "edit": (
+        f"# Version 1\n{CODE}\n# Version 2\n{CODE.replace('orders', 'bills')}\n# Version 3\n{CODE[:60]}",
+        {"temperature": 0},
+    ),
     "json": (RECORDS, {"temperature": 0}),
     "prose": (STORY, {"temperature": 0}),
     "noise": (STORY, {"temperature": 1.5}),
@@ -107,8 +112,13 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(WORKLOADS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    words = f"{sys.executable} -m tokenbus serve --port {{port}} --served-model-name {MODEL} --log-level warning --dtype bfloat16"
-    rows = ["| text | tok/s without | with | ratio (95 %) | drafts right | tokens a verified step |", "|---|---|---|---|---|---|"]
+    words = (
+        f"{sys.executable} -m tokenbus serve --port {{port}} --served-model-name {MODEL} --log-level warning --dtype bfloat16"
+    )
+    rows = [
+        "| text | tok/s without | with | ratio (95 %) | drafts right | tokens a verified step |",
+        "|---|---|---|---|---|---|",
+    ]
     draw = random.Random(1)
     with served(Variant("ours", tuple(f"{words} --enable {options.plugin}".split()), 0)) as server:
         for name in options.only.split(","):

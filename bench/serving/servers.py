@@ -139,6 +139,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(log: Any) -> str:
+    """Its last lines, paths without the folders of this machine."""
     log.seek(0)
-    lines = [line.strip() for line in log.read().splitlines() if line.strip()]
+    lines = [re.sub(r"(?<![\w:/])/(?:[^\s/']+/)+", "", line.strip()) for line in log.read().splitlines() if line.strip()]
     return " / ".join(lines[-3:]) or "it wrote nothing"
