@@ -49,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     _serve(_command(commands, "serve", "answer HTTP requests with a model (OpenAI's API)"))
     _plugins(_command(commands, "plugins", "list every plugin: on, off, and why"))
     _plan_memory(_command(commands, "plan-memory", "say what a model needs in memory, without loading its weights"))
+    _selftest(_command(commands, "selftest", "check that no switch changes an answer, with this model on this machine"))
     _chat(_command(commands, "chat", "talk with a model on the terminal"))
     _generate(_command(commands, "generate", "continue prompts and print the texts"))
     return parser
@@ -68,6 +69,11 @@ def _plugins(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_settings(parser, ("model", "cache", "features"))
+
+
+def _selftest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_settings(parser, ("model", "cache", "features"))
 

@@ -109,7 +109,7 @@ def test_start_up_errors_are_one_line(capsys):
     assert "--port" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["serve", "plugins", "plan-memory", "chat", "generate"])
+@pytest.mark.parametrize("command", ["serve", "plugins", "plan-memory", "selftest", "chat", "generate"])
 def test_help_tells_every_flag(command, capsys):
     with pytest.raises(SystemExit) as exit_info:
         cli.main([command, "--help"])
