@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from ..plugin import Plugin, PluginInfo, hookimpl
@@ -85,13 +85,13 @@ class SelfTest:
         return fields.keys() <= claimed
 
     def _ask(self, kind: str, length: int) -> Ask:
-        options = KINDS[kind]
+        options: dict[str, Any] = dict(KINDS[kind])
         vocab = self.stand.info.vocab_size
         prompt = [self._draw.randrange(min(20, vocab - 1), vocab) for _ in range(length)]
-        fields = dict(options["fields"])
+        fields: dict[str, Any] = dict(options.pop("fields"))
         if self._possible({"ignore_eos": True}):
             fields["ignore_eos"] = True
-        return Ask(prompt=prompt, max_tokens=NEW, **(options | {"fields": fields}))
+        return Ask(prompt=prompt, max_tokens=NEW, fields=fields, **options)
 
     def run(self) -> Iterator[Cell]:
         """Plain answers come first, which all is compared with: each request alone, prompts whole, nothing cached, one thread."""
@@ -116,7 +116,7 @@ class SelfTest:
                     lambda o: _many(o.chunks - len(asks), "more chunks than prompts"),
                 )
         if "prefix_cache" in off:
-            again = [Ask(**(vars(ask) | {"at_step": at})) for at in (0, 3 * NEW) for ask in asks]
+            again = [replace(ask, at_step=at) for at in (0, 3 * NEW) for ask in asks]
             yield (
                 "prefix cache",
                 lambda: _second_half(stand.run(again, blocks=2000)),
@@ -137,7 +137,7 @@ class SelfTest:
         yield (
             "all at once",
             lambda: stand.run(
-                [Ask(**(vars(ask) | {"at_step": index % 17})) for index, ask in enumerate(asks)],
+                [replace(ask, at_step=index % 17) for index, ask in enumerate(asks)],
                 on=(Oracle.info.name,), plugins=(Oracle,), blocks=tight + 2, max_running=7, token_budget=48,
             ),
             lambda o: _drafts(o, Oracle.info.name),
