@@ -145,3 +145,20 @@ def test_what_others_wrote_is_used_if_allowed(tiny_stand):
         same(outcome.answers, truth, f"remember {remember}")
     assert accepted[0] == 0
     assert accepted[1] > 20
+
+
+def test_the_demo_model_copies(demo_stand):
+    """Real text that repeats itself, real logits: most drafts of `ngram` are right, and sampling is seeded."""
+    draw = random.Random(2)
+    passage = [draw.randrange(100, 40000) for _ in range(40)]
+    asks = [Ask(prompt=passage * 3, max_tokens=40, fields={"ignore_eos": True, "logprobs": 2})]
+    asks += [Ask(prompt=passage * 3 + passage[:5], max_tokens=30, temperature=0.6, seed=5, fields={"ignore_eos": True})]
+    truth = [demo_stand.run([ask], off=OFF, threads=1).answers[0] for ask in asks]
+    outcome = demo_stand.run(asks, on=("speculative.ngram",))
+    assert outcome.counters["speculative.ngram.accepted_tokens"] > 20
+    assert outcome.steps < 50
+    same(outcome.answers, truth, "copying")
+    oracle = [Ask(**(vars(ask) | {"seed": ask.seed})) for ask in asks]
+    for ask, answer in zip(oracle, truth, strict=True):
+        Oracle.truth[Oracle.key(ask.prompt, ask.choice, ask.seed, ask.temperature)] = answer.tokens
+    same(with_oracle(demo_stand, oracle, chunk=17).answers, truth, "known answers with mistakes, chunks of 17")
