@@ -6,8 +6,8 @@ Each step runs at most an allowance of prompt tokens, all prompts together.
 
     fixed       `chunk_size`
     adaptive    what keeps the step near `slow_down` times the time of a step without prompts, by live measurement:
-                (slow_down - 1) * T / c, with T seconds a step of decodes and c seconds a prompt token (both smoothed exponentially);
-                `chunk_size` until both are known; the whole budget while nothing decodes. Never below `min_chunk`.
+                (slow_down - 1) * T / c, with T seconds a step of as many decodes as run now (a line through steps without prompts, old
+                ones forgotten exponentially) and c seconds a prompt token (smoothed exponentially); `chunk_size` until both are known; the whole budget while nothing decodes. Never below `min_chunk`.
 
 Who gets it: shares
 -------------------
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.2
 """Weight of the newest measurement."""
+FIRST_SLOPE = 0.2
+"""Share of a step's time that is thought to grow with the number of decodes, until steps of different numbers were seen."""
 OLDEST_SHARE = 4
 """The oldest prompt gets at least 1/4 of the allowance."""
 
@@ -55,15 +57,33 @@ class StepTimes:
     """Smoothed times from live steps, in seconds; None until measured."""
 
     def __init__(self) -> None:
-        self.decode_step: float | None = None
         self.prompt_token: float | None = None
+        self._count = self._seconds = 0.0
+        """Smoothed, of steps without prompts."""
+        self._spread = self._common = 0.0
+        """Smoothed squares of a step's distance from `_count`, and its products with that of its time."""
+
+    def decode_step(self, count: int) -> float | None:
+        """Of a step of `count` decodes and no prompt: between a time that doesn't depend on the count and one that is proportional to it."""
+        if not self._seconds:
+            return None
+        slope = self._common / self._spread if self._spread > 0.01 * self._count else FIRST_SLOPE * self._seconds / self._count
+        slope = min(max(slope, 0.0), self._seconds / self._count)
+        return max(self._seconds + slope * (count - self._count), 0.5 * self._seconds)
 
     def learn(self, num_requests: int, prompt_tokens: int, seconds: float) -> None:
         if not prompt_tokens:
-            self.decode_step = _smooth(self.decode_step, seconds)
+            if not self._seconds:
+                self._count, self._seconds = float(num_requests), seconds
+                return
+            away, longer = num_requests - self._count, seconds - self._seconds
+            self._spread += SMOOTHING / 4 * (away * away - self._spread)
+            self._common += SMOOTHING / 4 * (away * longer - self._common)
+            self._count += SMOOTHING * away
+            self._seconds += SMOOTHING * longer
             return
-        if num_requests > 1 and self.decode_step is not None:
-            seconds = max(seconds - self.decode_step, 0.1 * seconds)
+        if num_requests > 1 and (decodes := self.decode_step(num_requests - 1)) is not None:
+            seconds = max(seconds - decodes, 0.1 * seconds)
         self.prompt_token = _smooth(self.prompt_token, seconds / prompt_tokens)
 
 
@@ -144,9 +164,10 @@ class ChunkedPrefill(Plugin):
             return settings.chunk_size
         if not step.num_decodes:
             return max(step.budget, settings.min_chunk)
-        if times.decode_step is None or not times.prompt_token:
+        decodes = times.decode_step(step.num_decodes)
+        if decodes is None or not times.prompt_token:
             return max(settings.chunk_size, settings.min_chunk)
-        return max(settings.min_chunk, int((settings.slow_down - 1.0) * times.decode_step / times.prompt_token))
+        return max(settings.min_chunk, int((settings.slow_down - 1.0) * decodes / times.prompt_token))
 
     @hookimpl
     def step_finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:

@@ -122,11 +122,24 @@ def test_adaptive_allowance_follows_measured_times() -> None:
     assert plugin.allowance(view()) == 16, "never below min_chunk"
 
 
+def test_a_step_of_more_decodes_than_were_seen_takes_longer() -> None:
+    """While prompts run in every step, no step tells how long the grown batch would take without them."""
+    times = StepTimes()
+    for count in [1, 2, 3, 4] * 30:
+        times.learn(count, 0, 0.008 + 0.0005 * count)
+    assert times.decode_step(32) == pytest.approx(0.024, rel=0.1)
+    assert times.decode_step(1) == pytest.approx(0.0085, rel=0.1)
+    flat = StepTimes()
+    for _ in range(50):
+        flat.learn(1, 0, 0.010)
+    assert 0.010 < flat.decode_step(8) <= 0.080
+
+
 def test_times_are_smoothed() -> None:
     times = StepTimes()
     times.learn(2, 0, 1.0)
     times.learn(2, 0, 2.0)
-    assert times.decode_step == pytest.approx(1.2)
+    assert times.decode_step(2) == pytest.approx(1.2)
     assert times.prompt_token is None
 
 
