@@ -88,7 +88,13 @@ class ServerConfig(Section, frozen=True):
     """Key of the admin surface; "@FILE" reads it. None: loopback only."""
     drain_seconds: NonNegative = 30.0
     """After SIGTERM: how long running requests may go on."""
-    client_features: tuple[str, ...] = ("chunked_prefill", "prefix_cache", "speculative.ngram", "speculative.suffix")
+    client_features: tuple[str, ...] = (
+        "chunked_prefill",
+        "prefix_cache",
+        "reasoning",
+        "speculative.ngram",
+        "speculative.suffix",
+    )
     """Request-scope plugins that a client may switch in the body."""
     log_format: Literal["auto", "console", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -125,6 +131,9 @@ class LimitsConfig(Section, frozen=True):
     max_allowed_token_ids: PositiveInt = 8192
     max_logprobs: PositiveInt = 20
     max_messages: PositiveInt = 2048
+    max_tools: PositiveInt = 128
+    max_tools_bytes: PositiveInt = 256 * 1024
+    """Bytes of a request's tools as JSON, all together: names, descriptions and the schemas of their parameters."""
     max_request_id_chars: PositiveInt = 128
 
 

@@ -50,6 +50,19 @@ class AdmissionContext:
     """Ids of a short text, without special tokens."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """All claimed fields that ask for something, other plugins' too: as handed on by the plugins asked so far, the rest as sent."""
+    endpoint: str = ""
+    """chat, completion or generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Implied:
+    """Fields that a request's own fields imply; see `implied_fields`."""
+
+    by: str
+    """The client's field that implies them: errors name it."""
+    fields: Mapping[str, Any]
+    plugin: str
+    """Who is expected to honour them, for the error when nobody does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,24 @@ class OutputContext:
     request_id: str
     fields: dict[str, Any]
     choice: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParserContext:
+    """The choice of a chat whose text a `reasoning_parser` or `tool_parser` will see."""
+
+    request_id: str
+    choice: int
+    fields: Mapping[str, Any]
+    """As handed on by `check_fields`."""
+    tools: Sequence[Mapping[str, Any]]
+    """The tools that may be called, as the client defined them: {"type": "function", "function": {"name", "parameters", ...}}."""
+    chat_template: str
+    """Source of the template that made the prompt."""
+    added_tokens: frozenset[str]
+    """Tokens beyond the ordinary vocabulary, as they are spelled: control tokens and others."""
+    prompt_end: str
+    """The prompt's last characters, control tokens included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from .contexts import PrefixMatch, Route
+from .contexts import Implied, PrefixMatch, Route
 from .models.linears import Linears, Refusal
 from .plan import TokenLogprobs
 from .plugin import PluginInfo
@@ -68,6 +68,17 @@ def _check_fields(answer: Any, arguments: Mapping[str, Any], info: PluginInfo) -
     return None
 
 
+def _implied_fields(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
+    if not isinstance(answer, Implied) or not isinstance(answer.fields, dict):
+        return f"answered {answer!r:.80}, not an Implied with a dict of fields"
+    if not (
+        isinstance(answer.by, str) and isinstance(answer.plugin, str) and all(isinstance(name, str) for name in answer.fields)
+    ):
+        return "names of fields and plugins must be texts"
+    problems = ((name, plain_data_problem(value)) for name, value in answer.fields.items())
+    return next((f"implied a value for {name!r} that {problem}" for name, problem in problems if problem), None)
+
+
 def _text_filter(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
     return None if callable(getattr(answer, "feed", None)) else f"answered a {type(answer).__name__}, which has no `feed`"
 
@@ -79,6 +90,15 @@ def filtered_text_problem(answer: Any) -> str | None:
     text, reason = answer
     if not isinstance(text, str) or not (reason is None or isinstance(reason, str)):
         return f"`feed` gave ({type(text).__name__}, {type(reason).__name__}), not (str, str or None)"
+    return None
+
+
+def _output_parser(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
+    if not callable(getattr(answer, "feed", None)):
+        return f"answered a {type(answer).__name__}, which has no `feed`"
+    special = getattr(answer, "special_tokens", None)
+    if not isinstance(special, frozenset) or not all(isinstance(token, str) for token in special):
+        return f"the parser's special_tokens must be a frozenset of str, got {special!r:.80}"
     return None
 
 
@@ -196,7 +216,10 @@ def _token_logprobs(answer: Any, arguments: Mapping[str, Any], _info: PluginInfo
 
 
 CHECKS: dict[str, Check] = {
+    "reasoning_parser": _output_parser,
+    "tool_parser": _output_parser,
     "http_routes": _http_routes,
+    "implied_fields": _implied_fields,
     "check_fields": _check_fields,
     "text_filter": _text_filter,
     "scheduling_policy": _scheduling_policy,

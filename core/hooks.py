@@ -44,9 +44,20 @@ from .plugin import hookspec
 if TYPE_CHECKING:
     import torch
 
-    from .contexts import AdmissionContext, EngineContext, FrontContext, OutputContext, PrefixMatch, Route, StepView
+    from .contexts import (
+        AdmissionContext,
+        EngineContext,
+        FrontContext,
+        Implied,
+        OutputContext,
+        ParserContext,
+        PrefixMatch,
+        Route,
+        StepView,
+    )  # fmt: skip
     from .kv.pool import BlockPool
     from .models.linears import Linears, ModelToLoad, Refusal
+    from .output import OutputParser
     from .plan import StepPlan, StepResult, TokenLogprobs
     from .policy import SchedulingPolicy
     from .request import Request, StopRule
@@ -90,6 +101,18 @@ def http_routes() -> Sequence[Route] | None:
 
 
 @hookspec
+def implied_fields(fields: dict[str, Any], endpoint: str) -> Implied | None:
+    """Front, per request, quick. Once per API request, before any `check_fields`, with those claimed fields that ask for something.
+    endpoint: chat, completion or generate.
+
+    Fields of other plugins that these imply: a tool call that is forced implies a grammar, say. They are treated as if the client had sent
+    them, by `check_fields` and everything after it. The request is refused when no active plugin claims them, or when the client has
+    sent them itself. Raise `FieldError` when a field is wrong.
+    """
+    ...
+
+
+@hookspec
 def check_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[str, Any] | None:
     """Front, per request, quick. Once per API request, with those claimed fields that ask for something.
 
@@ -103,6 +126,26 @@ def check_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[str,
 @hookspec
 def text_filter(request: OutputContext) -> TextFilter | None:
     """Front, per request, quick. Once per choice, before its first token: an object that sees all of the choice's text in order."""
+    ...
+
+
+@hookspec(firstresult=True)
+def reasoning_parser(request: ParserContext) -> OutputParser | None:
+    """Front, per request, quick. Once per choice of a chat, before the request is queued: an object that sees the choice's text in order,
+    behind the text filters, and tells reasoning from content (core/output.py). Reasoning is shown as `reasoning_content`.
+
+    None: this model's answers have no reasoning that could be told apart."""
+    ...
+
+
+@hookspec(firstresult=True)
+def tool_parser(request: ParserContext) -> OutputParser | None:
+    """Front, per request, quick. Once per choice of a chat that has tools to call, before the request is queued: an object that sees the
+    choice's content in order, behind the `reasoning_parser`'s, and finds tool calls in it (core/output.py).
+
+    None: it doesn't know how this model writes calls. When nobody does the request is refused. A plugin that reads one way of writing
+    belongs into the slot "tool_calls" and answers always: to switch it on is to choose it. Calls that `tool_choice` forces are JSON held
+    to a grammar, whatever the model's way is: those "tools" reads itself, before all others are asked."""
     ...
 
 

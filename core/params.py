@@ -112,6 +112,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop": ([], ()),
     "stop_token_ids": ([], ()),
     "tools": ([],),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
 }
 """Values that ask for nothing, by field; None asks for nothing in every field."""

@@ -27,7 +27,7 @@ HOOK_API_VERSION = (1, 0)
 """(major, minor). A plugin made for another major version is refused; a newer minor version too."""
 
 Scope = Literal["request", "step", "engine"]
-Slot = Literal["attention", "scheduling", "quantization"]
+Slot = Literal["attention", "scheduling", "quantization", "tool_calls"]
 Role = Literal["front", "engine", "worker"]
 
 hookspec = pluggy.HookspecMarker(PROJECT)

@@ -11,6 +11,7 @@ import msgspec
 from ..front.admission import Prompt
 from ..front.detokenizer import decode_all
 from ..front.generation import Choice, Delta, Generation
+from ..front.reader import CallDelta
 from ..front.tokenizer import Tokenizer
 from ..plan import TokenLogprobs
 from .logprobs import CompletionLogprobs, chat_entries, prompt_entries, prompt_offsets
@@ -79,7 +80,8 @@ class Answer(ABC):
         """Notes prompt logprobs of a silent delta for the next one."""
         if delta.prompt_logprobs:
             self._prompt_logprobs.setdefault(choice.index, []).extend(delta.prompt_logprobs)
-        return not (delta.text or delta.finished or (delta.logprobs and self.shape.logprobs is not None))
+        shows = delta.text or delta.reasoning or delta.calls or delta.finished
+        return not (shows or (delta.logprobs and self.shape.logprobs is not None))
 
     # ---- both -------------------------------------------------------------------------------------------------------------------
 
@@ -139,7 +141,23 @@ def _joined(deltas: list[Delta]) -> Delta:
         whole.tokens += delta.tokens
         whole.logprobs += delta.logprobs or ()
         whole.prompt_logprobs += delta.prompt_logprobs or ()
+        whole.reasoning += delta.reasoning
+        for call in delta.calls:
+            if call.index < len(whole.calls):
+                whole.calls[call.index].arguments += call.arguments
+            else:
+                whole.calls.append(CallDelta(call.index, call.call_id, call.name, call.arguments))
     return whole
+
+
+def _call(call: CallDelta, *, whole: bool) -> dict[str, Any]:
+    """A call, or what a streamed one gained: its id, type and name come once, first."""
+    shown: dict[str, Any] = {} if whole else {"index": call.index}
+    function: dict[str, Any] = {"arguments": call.arguments}
+    if call.name is not None:
+        shown |= {"id": call.call_id, "type": "function"}
+        function = {"name": call.name, **function}
+    return {**shown, "function": function}
 
 
 class ChatAnswer(Answer):
@@ -150,16 +168,30 @@ class ChatAnswer(Answer):
         self._prompt_logprobs[choice.index] = whole.prompt_logprobs or []
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": text},
+            "message": self._message(text, whole),
             "logprobs": self._logprobs(whole),
             **self._end(choice),
             **self._prompt_part(choice),
         }
 
+    def _message(self, text: str, whole: Delta) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if whole.calls or whole.reasoning else "")}
+        if whole.reasoning:
+            message["reasoning_content"] = whole.reasoning
+        if whole.calls:
+            message["tool_calls"] = [_call(call, whole=True) for call in whole.calls]
+        return message
+
     def _piece(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        shown: dict[str, Any] = {} if choice.index in self._shown else {"role": "assistant", "content": ""}
+        shown: dict[str, Any] = {}
+        if choice.index not in self._shown:
+            shown = {"role": "assistant", "content": None if delta.calls or delta.reasoning else ""}
         if delta.text:
             shown["content"] = delta.text
+        if delta.reasoning:
+            shown["reasoning_content"] = delta.reasoning
+        if delta.calls:
+            shown["tool_calls"] = [_call(call, whole=False) for call in delta.calls]
         end = self._end(choice) if delta.finished else {"finish_reason": None}
         return {
             "index": choice.index, "delta": shown, "logprobs": self._logprobs(delta), **end, **self._prompt_part(choice),

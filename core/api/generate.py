@@ -14,6 +14,7 @@ from ..front.admission import ParsedRequest, Prompt, check_counts, new_id
 from ..front.chat import ChatOptions
 from ..front.generation import Choice, Delta, Generation
 from ..front.service import Service
+from ..front.tools import check_tools
 from ..params import check_switches
 from .answers import Answer, ChatAnswer, CompletionAnswer, Shape
 from .app import Call, error_body, json_response
@@ -46,9 +47,10 @@ async def chat(call: Call) -> web.StreamResponse:
     service = call.service
     check_model(service, body.model)
     check_counts(_n(body), 1, service.config)
-    prompt = await service.encode_chat(body.messages if body.messages is not None else [], chat_options(body))
+    tools = _tools(data, service)
+    prompt = await service.encode_chat(body.messages if body.messages is not None else [], chat_options(body, tools))
     parsed = _common(call, body, "chat", [Prompt(prompt.token_ids)], arrival)
-    parsed.max_tokens = _chat_max_tokens(body)
+    parsed.max_tokens, parsed.tools = _chat_max_tokens(body), tools
     parsed.tokenize_seconds, parsed.template_seconds = prompt.tokenize_seconds, prompt.template_seconds
     top = _chat_logprobs(body)
     parsed.fields = leftover(data, ChatBody) | _logprob_fields(top, body, echo=False)
@@ -57,6 +59,8 @@ async def chat(call: Call) -> web.StreamResponse:
     names = {} if body.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}
     if top:
         names["logprobs"] = "top_logprobs"
+    if tools and "structured_outputs" not in data:
+        names["structured_outputs"] = "tools"  # a forced call implies it
     try:
         return await _generate(call, parsed, shape, ChatAnswer, stream=bool(body.stream))
     except FeatureOffError:
@@ -69,7 +73,8 @@ def _as_sent(error: RequestError, names: dict[str, str]) -> RequestError:
     """`error` with fields called what the client calls them."""
     for name, sent in names.items():
         error.message = re.sub(rf"\b{name}\b", sent, error.message)
-        error.param = sent if error.param == name else error.param
+        if error.param is not None and error.param.split(".")[0] == name:
+            error.param = sent + error.param.removeprefix(name)
     return error
 
 
@@ -125,7 +130,17 @@ async def _prompts(service: Service, body: CompletionBody) -> tuple[list[Prompt]
     return prompts, time.perf_counter() - started
 
 
-def chat_options(body: Any) -> ChatOptions:
+def _tools(data: dict[str, Any], service: Service) -> list[dict[str, Any]]:
+    """The tools to offer. With tool_choice "none" there are none to call, so the model isn't shown any and `data` loses their fields."""
+    tools = check_tools(data.get("tools"), service.config.limits)
+    if tools and data.get("tool_choice") == "none":
+        for name in ("tools", "tool_choice", "parallel_tool_calls"):
+            data.pop(name, None)
+        return []
+    return tools
+
+
+def chat_options(body: Any, tools: list[Any] | None) -> ChatOptions:
     """Of any body that has the template's fields. FieldError when two of them contradict each other."""
     continues = bool(body.continue_final_message)
     if continues and body.add_generation_prompt:
@@ -138,6 +153,7 @@ def chat_options(body: Any) -> ChatOptions:
         continue_final_message=continues,
         add_special_tokens=bool(body.add_special_tokens),
         trusted_content=bool(options.trusted_content),
+        tools=tools,
         template_kwargs=body.chat_template_kwargs or {},
     )
 

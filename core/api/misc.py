@@ -22,6 +22,7 @@ CORE_DEFAULTS: dict[str, str] = {
     "attention": "core (torch)",
     "scheduling": "core (first come, first served)",
     "quantization": "core (the checkpoint's own weights)",
+    "tool_calls": "none",
 }
 """What holds a slot that no plugin holds."""
 MOST_DIGITS = 18
@@ -73,8 +74,10 @@ async def tokenize(call: Call) -> web.Response:
     check_model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise FieldError("prompt", "give either prompt or messages")
+    if body.tools and body.messages is None:
+        raise FieldError("tools", "only makes sense with messages: the chat template shows them")
     if body.messages is not None:
-        ids = (await service.encode_chat(body.messages, chat_options(body))).token_ids
+        ids = (await service.encode_chat(body.messages, chat_options(body, body.tools))).token_ids
     else:
         ids = await service.encode_text(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": service.info.max_model_len, "tokens": ids}

@@ -60,6 +60,8 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = True
     fields: dict[str, Any] = {}
     """Everything the endpoint itself doesn't honour, by name."""
+    tools: list[dict[str, Any]] = []
+    """Chat: what the prompt offers to the model, checked."""
     features: dict[str, bool] = {}
     """Switches the client asks for."""
     own_features: bool = False
@@ -240,6 +242,7 @@ class Admitter:
         }
         for name in asked:
             self._check_claim(name, features)
+        asked |= self._implied(asked, features, parsed.endpoint)
         table = self._host.table(features, asked)
         context = AdmissionContext(
             prompt_len=max((len(prompt.token_ids) for prompt in parsed.prompts), default=0),
@@ -251,6 +254,7 @@ class Admitter:
             limits=self._config.limits,
             tokenize=self._tokenize,
             fields=(handed_on := dict(asked)),
+            endpoint=parsed.endpoint,
         )
         for impl in table.check_fields:
             mine = {name: value for name, value in asked.items() if name in impl.info.claims}
@@ -263,6 +267,23 @@ class Admitter:
             if value is parsed.fields.get(name) and (problem := plain_data_problem(value)):
                 raise FieldError(name, problem)
         return asked, table
+
+    def _implied(self, asked: Mapping[str, Any], features: frozenset[str], endpoint: str) -> dict[str, Any]:
+        """What plugins add to the fields that the client sent."""
+        added: dict[str, Any] = {}
+        for impl in self._host.table(features, asked).implied_fields:
+            mine = {name: value for name, value in asked.items() if name in impl.info.claims}
+            if (implied := impl(fields=mine, endpoint=endpoint)) is None:
+                continue
+            for name, value in implied.fields.items():
+                if name in asked or name in added:
+                    raise FieldError(name, f"can't be combined with this {implied.by}, which implies a value of its own")
+                if not features.intersection(self._host.claimers(name)):
+                    raise FeatureOffError(
+                        implied.by, f"needs the plugin {implied.plugin!r}, which is not on here", plugin=implied.plugin
+                    )
+                added[name] = value
+        return added
 
     def _check_claim(self, name: str, features: frozenset[str]) -> None:
         claimers = self._host.claimers(name)

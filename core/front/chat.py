@@ -20,6 +20,7 @@ import msgspec
 from ..errors import ConfigError, FieldError, RequestError, shorten
 from ..models.resolve import ResolvedModel
 from .tokenizer import Tokenizer
+from .tools import check_calls, kind_of
 from .values import check_depth, check_texts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -28,6 +29,8 @@ MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_call_id", "tool_calls
 PART_KEYS = frozenset({"type", "text"})
 INLINE_CHARS = 20_000
 """Templates whose messages hold more characters are rendered on a pool thread."""
+INLINE_TOOLS = 8
+"""So are those that show more tools."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class ChatOptions:
     """Let the tokenizer add its start token; off because templates write it themselves. It is never there twice."""
     trusted_content: bool = False
     """Control markers inside contents become control tokens."""
+    tools: Sequence[Any] | None = None
+    """Tool definitions that the prompt offers to the model, as in the API's field `tools`."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Called chat_template_kwargs in errors: that is its name in the API."""
 
@@ -60,21 +65,32 @@ class ChatOptions:
 
 
 class ChatTemplate:
-    def __init__(self, source: str, tokenizer: Tokenizer) -> None:
-        """ConfigError when the template does not compile."""
-        import jinja2
-
+    def __init__(self, source: str, tokenizer: Tokenizer, *, tools_source: str | None = None) -> None:
+        """tools_source: the template for requests with tools, when the model has one of its own for them. ConfigError when one of the two
+        does not compile."""
         self.source = source
+        self._tools_source = source if tools_source is None else tools_source
         self._tokenizer = tokenizer
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template can't be used: {error}") from None
+        self._template, takes_tools = _compile(source)
+        self._for_tools = self._template
+        if tools_source is not None:
+            self._for_tools, takes_tools = _compile(tools_source)
+        self.takes_tools = takes_tools
+        """The model has a template that shows tools."""
+
+    def source_for(self, tools: Any) -> str:
+        """The source of the template that makes the prompt of a request with these tools, or without any."""
+        return self._tools_source if tools else self.source
 
     async def encode(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """Prompt ids of a conversation. `messages` are as `check_messages` returns them. FieldError when template refuses them."""
         if options.continue_final_message and (not messages or messages[-1].get("role") != "assistant"):
             raise FieldError("continue_final_message", "the last message must be the assistant's")
+        if options.tools and not self.takes_tools:
+            raise FieldError(
+                "tools",
+                "this model's chat template has no place for tools: leave them out, or start the server with a --chat-template that has",
+            )
         started = time.perf_counter()
         text, literals = await self._render_somewhere(messages, options)
         rendered = time.perf_counter()
@@ -87,7 +103,8 @@ class ChatTemplate:
     async def _render_somewhere(
         self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> tuple[str, dict[str, str]]:
-        if sum(len(message["content"] or "") for message in messages) <= INLINE_CHARS:
+        chars = sum(len(message["content"] or "") for message in messages)
+        if chars <= INLINE_CHARS and len(options.tools or ()) <= INLINE_TOOLS:
             return self._render(messages, options)
         return await anyio.to_thread.run_sync(self._render, messages, options)
 
@@ -97,6 +114,7 @@ class ChatTemplate:
         literals: dict[str, str] = {}
         shown: list[Any] = [dict(message) for message in messages]
         kwargs: Any = dict(options.template_kwargs)
+        kwargs["tools"] = list(options.tools) if options.tools else None
         if not options.trusted_content:
             shown, kwargs = self._hidden(shown, nonce, literals), self._hidden(kwargs, nonce, literals)
         end = f"End{nonce}x"
@@ -122,9 +140,10 @@ class ChatTemplate:
 
     def _run(self, messages: list[Any], kwargs: dict[str, Any], options: ChatOptions) -> str:
         generation_prompt = options.add_generation_prompt and not options.continue_final_message
-        values = {"tools": None, "documents": None, **self._tokenizer.special_names, **kwargs}
+        values = {"documents": None, **self._tokenizer.special_names, **kwargs}
+        template = self._for_tools if options.tools else self._template
         try:
-            return self._template.render(values, messages=messages, add_generation_prompt=generation_prompt)
+            return template.render(values, messages=messages, add_generation_prompt=generation_prompt)
         except RequestError:
             raise
         except Exception as error:
@@ -153,9 +172,11 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         raise FieldError(f"{where}.{unknown}", "unknown field")
     for key in ("name", "tool_call_id", "reasoning_content"):
         if key in kept and not isinstance(kept[key], str):
-            raise FieldError(f"{where}.{key}", f"must be a string, got {_kind(kept[key])}")
+            raise FieldError(f"{where}.{key}", f"must be a string, got {kind_of(kept[key])}")
     if "tool_calls" in kept:
-        _check_tool_calls(kept["tool_calls"], f"{where}.tool_calls")
+        if role != "assistant":
+            raise FieldError(f"{where}.tool_calls", "only the assistant's messages have calls")
+        kept["tool_calls"] = check_calls(kept["tool_calls"], f"{where}.tool_calls")
     if role == "developer":
         kept["role"] = "system"
     kept["content"] = _content(message.get("content"), f"{where}.content", may_be_absent=role == "assistant")
@@ -167,21 +188,6 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
 def _absent(key: Any, value: Any) -> bool:
     """What clients send for nothing: null; an empty list where lists stand, and in fields that we don't know."""
     return value is None or (value == [] and (key == "tool_calls" or key not in MESSAGE_KEYS))
-
-
-def _check_tool_calls(calls: Any, where: str) -> None:
-    if not isinstance(calls, list):
-        raise FieldError(where, f"must be a list, got {_kind(calls)}")
-    check_depth(where, calls)
-    for index, call in enumerate(calls):
-        if not isinstance(call, dict):
-            raise FieldError(f"{where}[{index}]", f"must be an object, got {_kind(call)}")
-
-
-def _kind(value: Any) -> str:
-    return {dict: "object", list: "list", str: "string", bool: "true or false", int: "number", float: "number"}.get(
-        type(value), type(value).__name__
-    )
 
 
 def _content(content: Any, where: str, *, may_be_absent: bool) -> str:
@@ -197,7 +203,7 @@ def _content(content: Any, where: str, *, may_be_absent: bool) -> str:
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
-            shown = shorten(kind) if isinstance(kind, str) else _kind(part)
+            shown = shorten(kind) if isinstance(kind, str) else kind_of(part)
             raise FieldError(f"{where}[{index}]", f"only parts of type text can be read by this model, not {shown!r}")
         if unknown := next((key for key, value in part.items() if key not in PART_KEYS and not _absent(key, value)), None):
             raise FieldError(f"{where}[{index}].{unknown}", "unknown field")
@@ -215,10 +221,26 @@ def load_template(model: ResolvedModel, tokenizer: Tokenizer, override: str | No
     if (path := model.path / "chat_template.jinja").is_file():
         return ChatTemplate(path.read_text(encoding="utf-8"), tokenizer)
     source = tokenizer.settings.get("chat_template")
+    for_tools = None
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return ChatTemplate(source, tokenizer) if isinstance(source, str) else None
+        source, for_tools = named.get("default"), named.get("tool_use")
+    if not isinstance(source, str):
+        return None
+    return ChatTemplate(source, tokenizer, tools_source=for_tools if isinstance(for_tools, str) else None)
+
+
+def _compile(source: str) -> tuple[Any, bool]:
+    """The template, and whether it looks at `tools`."""
+    import jinja2
+    from jinja2 import nodes
+
+    environment = _environment()
+    try:
+        names = environment.parse(source).find_all(nodes.Name)
+        return environment.from_string(source), any(name.name == "tools" for name in names)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template can't be used: {error}") from None
 
 
 def _environment() -> Any:

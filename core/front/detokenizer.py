@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .token_bytes import TokenBytes
@@ -100,11 +100,35 @@ class WindowDetokenizer(Detokenizer):
         return new[len(old) :]
 
 
-def make_detokenizer(tokenizer: Tokenizer, *, skip_special: bool, context: Sequence[int] = ()) -> Detokenizer:
-    """For text that goes on after `context` (the prompt's ids); without one the text begins here."""
+class ShowingDetokenizer(Detokenizer):
+    """Another one, around which some control tokens are spelled out that it would leave out."""
+
+    def __init__(self, inner: Detokenizer, shown: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._shown = shown
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return "".join([self._one(token_id) for token_id in token_ids])
+
+    def _one(self, token_id: int) -> str:
+        if (text := self._shown.get(token_id)) is None:
+            return self._inner.feed((token_id,))
+        return self._inner.flush() + text
+
+    def flush(self) -> str:
+        return self._inner.flush()
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer, *, skip_special: bool, context: Sequence[int] = (), shown: Mapping[int, str] | None = None
+) -> Detokenizer:
+    """For text that goes on after `context` (the prompt's ids); without one the text begins here. shown: control tokens, by id, that are
+    spelled out even with `skip_special`."""
     if tokenizer.bytes.supported:
-        return ByteDetokenizer(tokenizer.bytes, skip_special, at_start=not context)
-    return WindowDetokenizer(tokenizer._backend, skip_special, context)
+        made: Detokenizer = ByteDetokenizer(tokenizer.bytes, skip_special, at_start=not context)
+    else:
+        made = WindowDetokenizer(tokenizer._backend, skip_special, context)
+    return ShowingDetokenizer(made, shown) if shown and skip_special else made
 
 
 def decode_all(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special: bool) -> str:

@@ -24,6 +24,7 @@ from ..request import AdmittedRequest
 from .admission import Admission
 from .detokenizer import make_detokenizer
 from .events import RequestRecord
+from .reader import CallDelta, OutputReader
 from .stream import TokenStream
 from .tokenizer import Tokenizer
 
@@ -34,7 +35,10 @@ class Delta(msgspec.Struct, kw_only=True):
     """What a choice gained. The last one has `finished`; then the choice's `finish_reason` is set."""
 
     text: str
+    """Content: what is neither reasoning nor a call."""
     tokens: list[int]
+    reasoning: str = ""
+    calls: list[CallDelta] = []
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `tokens`, if asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -54,6 +58,7 @@ class Choice:
         hooks: Sequence[Impl],
         *,
         skip_special: bool,
+        reader: OutputReader | None = None,
     ) -> None:
         self.index = index
         """Place in the API's list of choices."""
@@ -68,7 +73,13 @@ class Choice:
         self._last_at = 0.0
         self._stopped = False
         self._filters: list[tuple[TextFilter, Impl]] | None = None
-        self._detokenizer = make_detokenizer(tokenizer, skip_special=skip_special, context=request.prompt)
+        self._reader = reader
+        self._detokenizer = make_detokenizer(
+            tokenizer,
+            skip_special=skip_special,
+            context=request.prompt,
+            shown=None if reader is None else reader.special_ids(tokenizer.markers),
+        )
 
     @property
     def finish(self) -> Finish | None:
@@ -109,18 +120,36 @@ class Choice:
 
     def _take(self, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> Delta:
         self._note_time(len(tokens))
-        if not self._filters:
+        if not (self._filters or self._reader):
             self.output_tokens += len(tokens)
             return Delta(text=self._detokenizer.feed(tokens), tokens=tokens, logprobs=logprobs)
-        texts = []
+        delta = Delta(text="", tokens=[])
         used = 0
         for token in tokens:
             used += 1
-            texts.append(self._filtered(self._detokenizer.feed((token,)), final=False))
+            self._show(self._detokenizer.feed((token,)), delta, final=False)
             if self._stopped:
                 break
         self.output_tokens += used
-        return Delta(text="".join(texts), tokens=tokens[:used], logprobs=None if logprobs is None else logprobs[:used])
+        delta.tokens, delta.logprobs = tokens[:used], None if logprobs is None else logprobs[:used]
+        return delta
+
+    def _show(self, text: str, delta: Delta, *, final: bool) -> None:
+        """Put new text into `delta`, past the filters and as it is read."""
+        if self._filters:
+            text = self._filtered(text, final=final)
+        if self._reader is None:
+            delta.text += text
+            return
+        read = self._reader.feed(text, final=final or self._stopped)
+        delta.text += read.text
+        delta.reasoning += read.reasoning
+        for call in read.calls:
+            if delta.calls and delta.calls[-1].index == call.index:
+                delta.calls[-1].arguments += call.arguments
+            else:
+                delta.calls.append(call)
+        self._stopped = self._stopped or read.ended
 
     def _filtered(self, text: str, *, final: bool) -> str:
         for text_filter, impl in self._filters or ():
@@ -142,8 +171,7 @@ class Choice:
         finish = self.stream.finish
         assert finish is not None
         if not self._stopped:
-            tail = self._detokenizer.flush()
-            delta.text += self._filtered(tail, final=True) if self._filters else tail
+            self._show(self._detokenizer.flush(), delta, final=True)
         if self._stopped:
             self.finish_reason = "stop"
         elif finish.reason in ("stop", "length"):
@@ -152,6 +180,8 @@ class Choice:
                 self.stop_reason = self._named_stop(finish.stop_token)
         else:
             raise RequestCancelledError(f"the request was ended by the server ({finish.reason})")
+        if self.finish_reason == "stop" and self._reader is not None and self._reader.made:
+            self.finish_reason = "tool_calls"
         delta.finished = True
         return delta
 
@@ -175,7 +205,14 @@ class Generation:
     """A context manager: on the way out every choice that is still open is cancelled, every choice is recorded once on the bus, and
     one line goes to the log, without any text."""
 
-    def __init__(self, admission: Admission, streams: Sequence[TokenStream], tokenizer: Tokenizer, bus: Bus) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        streams: Sequence[TokenStream],
+        tokenizer: Tokenizer,
+        bus: Bus,
+        readers: Sequence[OutputReader | None],
+    ) -> None:
         self.admission = admission
         self.choices = [
             Choice(
@@ -185,8 +222,9 @@ class Generation:
                 tokenizer,
                 admission.table.text_filter,
                 skip_special=admission.parsed.skip_special_tokens,
+                reader=reader,
             )
-            for index, (request, stream) in enumerate(zip(admission.requests, streams, strict=True))
+            for index, (request, stream, reader) in enumerate(zip(admission.requests, streams, readers, strict=True))
         ]
         self.group = admission.parsed.group
         self._bus = bus

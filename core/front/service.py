@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..bus import Bus
@@ -16,7 +17,9 @@ from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_te
 from .client import EngineClient
 from .events import RequestAdmitted
 from .generation import Generation
+from .reader import make_readers
 from .tokenizer import Tokenizer, load_tokenizer
+from .tools import check_tools
 
 
 class Service:
@@ -74,6 +77,7 @@ class Service:
     async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
         """RequestError when the model has no chat template, or its template refuses the messages."""
         checked = check_messages(messages, self.config.limits.max_messages)
+        options = replace(options, tools=check_tools(options.tools, self.config.limits))
         if self.template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start with --chat-template", param="messages"
@@ -82,12 +86,13 @@ class Service:
         return await self.template.encode(checked, options)
 
     def start(self, parsed: ParsedRequest) -> Generation:
-        """Admit a request and hand it to the engine. Raises what `Admitter.admit` and `EngineClient.submit` raise."""
+        """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `make_readers` and `EngineClient.submit` raise."""
         admission = self._admitter.admit(parsed)
+        readers = make_readers(admission, self.tokenizer, self.template)
         streams = self.client.submit(admission.requests)
         for request in admission.requests:
             self.bus.publish(RequestAdmitted(request.request_id))
-        return Generation(admission, streams, self.tokenizer, self.bus)
+        return Generation(admission, streams, self.tokenizer, self.bus, readers)
 
 
 def load_text_parts(model: ResolvedModel, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:

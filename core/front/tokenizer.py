@@ -44,6 +44,8 @@ class Tokenizer:
         self.settings = settings
         """tokenizer_config.json."""
         added = backend.get_added_tokens_decoder()
+        self.added_tokens: frozenset[str] = frozenset(token.content for token in added.values())
+        """Tokens beyond the ordinary vocabulary, as they are spelled; the control markers are among them."""
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
         self.markers: dict[str, int] = {added[token_id].content: token_id for token_id in self.special_ids}
         """Control markers: special tokens as they are spelled, with their ids."""

@@ -6,8 +6,9 @@ Each step runs at most an allowance of prompt tokens, all prompts together.
 
     fixed       `chunk_size`
     adaptive    what keeps the step near `slow_down` times the time of a step without prompts, by live measurement:
-                (slow_down - 1) * T / c, with T seconds a step of as many decodes as run now (a line through steps without prompts, old
-                ones forgotten exponentially) and c seconds a prompt token (smoothed exponentially); `chunk_size` until both are known; the whole budget while nothing decodes. Never below `min_chunk`.
+                (slow_down - 1) * T / c, with T seconds a step of as many decodes as run now (a line through steps without prompts,
+                old ones forgotten exponentially) and c seconds a prompt token (smoothed exponentially); `chunk_size` until both are
+                known; the whole budget while nothing decodes. Never below `min_chunk`.
 
 Who gets it: shares
 -------------------
@@ -64,7 +65,7 @@ class StepTimes:
         """Smoothed squares of a step's distance from `_count`, and its products with that of its time."""
 
     def decode_step(self, count: int) -> float | None:
-        """Of a step of `count` decodes and no prompt: between a time that doesn't depend on the count and one that is proportional to it."""
+        """Of a step of `count` decodes and no prompt; its slope lies between none and that of a time proportional to the count."""
         if not self._seconds:
             return None
         slope = self._common / self._spread if self._spread > 0.01 * self._count else FIRST_SLOPE * self._seconds / self._count

@@ -169,6 +169,12 @@ def bos_tokenizer() -> Any:
     return tiny.tiny_tokenizer(adds_bos=True)
 
 
+@pytest.fixture(scope="session")
+def special_tokenizer() -> Any:
+    """With a control token that begins tool calls."""
+    return tiny.tiny_tokenizer(special=("[TOOL_CALLS]",))
+
+
 @pytest.fixture
 def serve(tokenizer: Any, anyio_backend: str) -> Any:
     """`async with serve(settings, tokenizer=..., template=...) as harness`."""

@@ -130,8 +130,9 @@ async def test_nesting_is_bounded_and_names_the_field(api, field, depth):
 
 async def test_nesting_in_tool_calls(serve, api):
     async with serve(template="{{ messages[-1].tool_calls | default([]) | tojson }}{{ messages[0].content }}") as other:
-        for depth, status in ((60, 200), (64, 400), (700, 400)):
-            message = {"role": "assistant", "content": "", "tool_calls": [{"f": nested(depth)}]}
+        for depth, status in ((57, 200), (64, 400), (700, 400)):
+            call = {"function": {"name": "f", "arguments": {"a": nested(depth)}}}
+            message = {"role": "assistant", "content": "", "tool_calls": [call]}
             body = {"messages": [{"role": "user", "content": "x"}, message]}
             assert (await other.call("POST", "/v1/chat/completions", body)).status == status
         fine = await other.chat("x", chat_template_kwargs={"deep": nested(60)})

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers
 
 from tokenbus.core.errors import ConfigError, FieldError
 from tokenbus.core.front.chat import ChatOptions, ChatTemplate, check_messages, load_template
-from tokenbus.core.front.detokenizer import WindowDetokenizer, decode_all, make_detokenizer
+from tokenbus.core.front.detokenizer import ShowingDetokenizer, WindowDetokenizer, decode_all, make_detokenizer
 from tokenbus.core.front.tokenizer import INLINE_CHARS, Tokenizer, load_tokenizer
 from tokenbus.core.models.resolve import resolve
 
@@ -231,7 +231,7 @@ async def test_half_a_surrogate_pair_is_no_text(tokenizer, text):
     assert found.value.param == "prompt"
     for message, place in (
         ({"role": "user", "content": text}, "content"),
-        ({"role": "assistant", "content": "", "tool_calls": [{"a": [text]}]}, "tool_calls"),
+        ({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": text}}]}, "tool_calls"),
         ({"role": "user", "content": "", "name": text}, "name"),
     ):
         with pytest.raises(FieldError, match="surrogate") as found:
@@ -245,3 +245,38 @@ async def test_only_the_assistants_turn_can_be_continued(tokenizer):
     template = ChatTemplate("{{ messages[-1].content }}", tokenizer)
     with pytest.raises(FieldError, match="must be the assistant's"):
         await template.encode([{"role": "user", "content": "x"}], ChatOptions(continue_final_message=True))
+
+
+async def test_a_template_of_its_own_for_tools(tokenizer):
+    tool = {"type": "function", "function": {"name": "f<|pad|>"}}
+    messages = [{"role": "user", "content": "x"}]
+    template = ChatTemplate("plain", tokenizer, tools_source="{{ tools[0].function.name }}")
+    assert template.takes_tools
+    assert (template.source_for([tool]), template.source_for([])) == ("{{ tools[0].function.name }}", "plain")
+    with_tools = await template.encode(messages, ChatOptions(tools=[tool]))
+    assert with_tools.token_ids == tokenizer.encode_now("f") + list(b"<|pad|>")
+    assert (await template.encode(messages, ChatOptions())).token_ids == tokenizer.encode_now("plain")
+    with pytest.raises(FieldError, match="no place for tools"):
+        await ChatTemplate("plain", tokenizer).encode(messages, ChatOptions(tools=[tool]))
+
+
+class Words:
+    """A vocabulary without fixed bytes: words that are joined by spaces, id 9 a control token."""
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        return " ".join("<call>" if i == 9 else f"w{i}" for i in token_ids if not (i == 9 and skip_special_tokens))
+
+
+@pytest.mark.parametrize("pieces", [[[1, 2, 9, 3, 9, 4]], [[1], [2], [9], [3], [9], [4]], [[1, 2, 9], [3, 9], [4]]])
+def test_control_tokens_that_are_asked_for_are_shown(pieces):
+    shown = ShowingDetokenizer(WindowDetokenizer(Words(), True, ()), {9: "<call>"})
+    assert "".join([*map(shown.feed, pieces), shown.flush()]) == "w1 w2<call> w3<call> w4"
+
+
+def test_a_control_token_ends_a_character_that_is_not_whole(special_tokenizer):
+    mark = special_tokenizer.markers["[TOOL_CALLS]"]
+    ids = [*"é".encode()[:1], mark, *"é".encode(), special_tokenizer.markers["<|pad|>"]]
+    shown = make_detokenizer(special_tokenizer, skip_special=True, shown={mark: "[TOOL_CALLS]"})
+    assert shown.feed(ids) + shown.flush() == "\ufffd[TOOL_CALLS]é"
+    plain = make_detokenizer(special_tokenizer, skip_special=False, shown={mark: "[TOOL_CALLS]"})
+    assert plain.feed(ids) + plain.flush() == "\ufffd[TOOL_CALLS]é<|pad|>"

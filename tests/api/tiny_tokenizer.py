@@ -15,13 +15,13 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
+def tiny_tokenizer(*, adds_bos: bool = False, special: tuple[str, ...] = ()) -> Tokenizer:
     chars = {byte: char for char, byte in _byte_alphabet().items()}
     vocab = {chars[byte]: byte for byte in range(256)} | {"th": 256, "the": 257}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h"), ("th", "e")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in (START, END, PAD)])
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in (START, END, PAD, *special)])
     if adds_bos:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{START} $A", special_tokens=[(START, backend.token_to_id(START))]

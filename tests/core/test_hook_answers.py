@@ -10,7 +10,7 @@ import pytest
 
 from tokenbus import hookimpl
 from tokenbus.core import hook_answers, hooks
-from tokenbus.core.contexts import PrefixMatch, Route
+from tokenbus.core.contexts import Implied, PrefixMatch, Route
 from tokenbus.core.errors import PluginError, PluginLoadError, WorkerError
 from tokenbus.core.host import HOOK_NAMES, Impl, PluginHost
 from tokenbus.core.kv.pool import BlockPool
@@ -65,6 +65,8 @@ SENSE: list[tuple[str, Any]] = [
     ("check_fields", {"x": [None, True, 2**64 - 1, -(2**63), 1.5, "é", b"\x00", (1,), {"k": {7: []}}]}),
     ("check_fields", {"x": OBJECT}),  # the client's own: admission finds what is wrong with it
     ("text_filter", SimpleNamespace(feed=lambda text, final: (text, None))),
+    ("tool_parser", SimpleNamespace(feed=lambda text, final: [], special_tokens=frozenset({"<x>"}))),
+    ("implied_fields", Implied(by="x", fields={"y": [1, {"z": None}]}, plugin="p")),
     ("http_routes", [Route("GET", "/x", handler)]),
     ("http_routes", ()),
     ("scheduling_policy", FcfsPolicy()),
@@ -83,6 +85,10 @@ NONSENSE: list[tuple[str, Any]] = [
     *[("check_fields", {"x": value}) for value in (object(), {1, 2}, 2**64, -(2**63) - 1, "\ud800", {(1, 2): 3}, {None: 1})],
     *[("check_fields", {"x": [value]}) for value in (dt.datetime.now(dt.UTC), ENTRY, {"a": set()}, 1 + 2j, lambda: 1)],
     *[("text_filter", answer) for answer in ("text", object(), SimpleNamespace(feed=3))],
+    *[("reasoning_parser", answer) for answer in ("text", SimpleNamespace(feed=print), SimpleNamespace(special_tokens=frozenset()))],
+    ("tool_parser", SimpleNamespace(feed=print, special_tokens=["<x>"])),
+    *[("implied_fields", answer) for answer in ({"y": 1}, Implied("x", [], "p"), Implied("x", {"y": object()}, "p"))],  # type: ignore[arg-type]
+    *[("implied_fields", Implied(by, fields, "p")) for by, fields in ((1, {}), ("x", {1: 2}))],  # type: ignore[arg-type]
     *[("http_routes", answer) for answer in (5, "GET /", ["GET /"], [Route("get", "/x", handler)], [Route("GET", "x", handler)])],
     *[("http_routes", [route]) for route in (Route("GET", "/x", None), Route(1, "/x", handler), Route("GET", 2, handler))],  # type: ignore[arg-type]
     *[("scheduling_policy", answer) for answer in (FcfsPolicy, object(), [], Full())],

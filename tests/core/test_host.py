@@ -270,11 +270,14 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
             "chunked_prefill",
             "metrics",
             "prefix_cache",
+            "reasoning",
             "sampling.bias",
             "sampling.logprobs",
             "sampling.penalties",
             "sampling.stops",
             "sampling.truncation",
             "scheduling.fcfs",
+            "tools",
+            "tools.auto",
         ]
     )

@@ -46,6 +46,11 @@ class Recorder(_Noting):
         return web.json_response({"noted": True})
 
     @hookimpl
+    def implied_fields(self, fields, endpoint):
+        self.note("implied_fields")
+        assert endpoint == "generate"
+
+    @hookimpl
     def check_fields(self, fields, request):
         self.note("check_fields")
         assert request.prompt_len > 0
@@ -171,7 +176,16 @@ class RecorderProducts(_Noting):
 
 
 ACTOR = {
-    "front": {"front_started", "front_stopped", "http_routes", "check_fields", "text_filter"},
+    "front": {
+        "front_started",
+        "front_stopped",
+        "http_routes",
+        "implied_fields",
+        "check_fields",
+        "text_filter",
+        "reasoning_parser",
+        "tool_parser",
+    },
     "worker": {
         "quantization",
         "kv_layout",

@@ -17,7 +17,7 @@ from tokenbus.core.errors import FeatureOffError
 from tokenbus.core.host import HOOK_NAMES
 
 PLUGINS = ("recorder", "recorder.policy", "recorder.attention", "recorder.products")
-ONLY_OVER_HTTP = {"http_routes"}
+ONLY_OVER_HTTP = {"http_routes", "reasoning_parser", "tool_parser"}
 """Covered by tests/api, with a server."""
 
 
@@ -60,6 +60,7 @@ def test_a_request_that_claims_nothing_sees_only_the_hooks_for_all_requests(note
     called = {line.split()[1] for line in noted[0]}
     assert {"request_added", "match_prefix", "limit_chunk", "step_finished"} <= called
     assert not called & {
+        "implied_fields",
         "check_fields",
         "text_filter",
         "adjust_logits",

@@ -29,6 +29,7 @@ PLUGINS_MAY_USE = {
     "core.models.cpu_linears",
     "core.models.linears",
     "core.models.sizing",
+    "core.output",
     "core.params",
     "core.plan",
     "core.plugin",
