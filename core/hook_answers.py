@@ -189,6 +189,7 @@ def _token_logprobs(answer: Any, arguments: Mapping[str, Any], _info: PluginInfo
 CHECKS: dict[str, Check] = {
     "http_routes": _http_routes,
     "check_fields": _check_fields,
+    "prepare_fields": _check_fields,
     "text_filter": _text_filter,
     "scheduling_policy": _scheduling_policy,
     "stop_rule": _stop_rule,

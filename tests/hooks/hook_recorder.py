@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,13 @@ class Recorder(_Noting):
     def check_fields(self, fields, request):
         self.note("check_fields")
         assert request.prompt_len > 0
+        return fields
+
+    @hookimpl
+    def prepare_fields(self, fields, request):
+        self.note("prepare_fields")
+        assert threading.current_thread() is not threading.main_thread()
+        assert len(request.vocabulary().tokens) == request.vocab_size
         return fields
 
     @hookimpl
@@ -106,8 +114,9 @@ class Recorder(_Noting):
         assert layout.num_layers == len(layout.head_dim)
 
     @hookimpl
-    def worker_request_added(self, request):
+    def worker_request_added(self, request, worker):
         self.note("worker_request_added")
+        assert worker.vocabulary() is worker.vocabulary()
 
     @hookimpl
     def adjust_logits(self, logits, rows):
@@ -162,7 +171,7 @@ class RecorderProducts(_Noting):
 
 
 ACTOR = {
-    "front": {"front_started", "front_stopped", "http_routes", "check_fields", "text_filter"},
+    "front": {"front_started", "front_stopped", "http_routes", "check_fields", "prepare_fields", "text_filter"},
     "worker": {
         "quantization",
         "kv_layout",

@@ -61,6 +61,7 @@ def test_a_request_that_claims_nothing_sees_only_the_hooks_for_all_requests(note
     assert {"request_added", "match_prefix", "limit_chunk", "step_finished"} <= called
     assert not called & {
         "check_fields",
+        "prepare_fields",
         "text_filter",
         "adjust_logits",
         "filter_logits",
