@@ -35,8 +35,34 @@ class FrontContext:
 
 
 @dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What each token id of the served model stands for."""
+
+    tokens: Sequence[bytes]
+    """By id, as many as the model has logits; empty for ids that no token has."""
+    special_ids: frozenset[int]
+    """Control tokens: their bytes are how they are spelled, and never part of a text."""
+    eos_token_ids: tuple[int, ...]
+    exact: bool
+    """False: the tokenizer is of a kind whose tokens have no fixed bytes; `tokens` is then only a guess."""
+    tokenize: Callable[[str], list[int]]
+    """Ids of a text, without special tokens."""
+
+
+def _no_vocabulary() -> Vocabulary:
+    raise RuntimeError("there is no tokenizer here")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    vocabulary: Callable[[], Vocabulary]
+    """Loads the tokenizer when first called (some 0.1 s), then gives the same object. May be called on any thread. ModelError when it
+    can't be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionContext:
-    """The API request that `check_fields` looks at."""
+    """The API request that `check_fields` and `prepare_fields` look at."""
 
     prompt_len: int
     """Tokens of the (longest) prompt."""
@@ -52,6 +78,8 @@ class AdmissionContext:
     """All claimed fields that ask for something, other plugins' too: as handed on by the plugins asked so far, the rest as sent."""
     endpoint: str = ""
     """chat, completion or generate."""
+    vocabulary: Callable[[], Vocabulary] = _no_vocabulary
+    """Made when first called, which takes some 0.1 s: for `prepare_fields` only."""
 
 
 @dataclass(frozen=True, slots=True)

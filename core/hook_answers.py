@@ -221,6 +221,7 @@ CHECKS: dict[str, Check] = {
     "http_routes": _http_routes,
     "implied_fields": _implied_fields,
     "check_fields": _check_fields,
+    "prepare_fields": _check_fields,
     "text_filter": _text_filter,
     "scheduling_policy": _scheduling_policy,
     "stop_rule": _stop_rule,

@@ -18,17 +18,19 @@ is loaded, its hooks called, until the last of them has ended. Hooks that are ca
 plugin that joins later, but for `request_added`; `worker_request_added` is.
 
 *Raising.* In a per-request hook the request ends with an error that names plugin and hook; nobody else notices. `RequestError` raised
-from `check_fields` is the client's error and reaches it as it is. In an engine-wide hook of the engine or worker the plugin is switched
-off with a loud log, if no open request claims it and it does not enforce anything. Otherwise it stays on, and the requests that use a field
-it claims (all its requests, if it claims none and enforces something) end with an error; new ones of that kind get 503 until it is
-switched off by hand. What a slot's holder gave (a policy, an attention backend) gives way to core's when it raises, and the plugin goes
-off. A plugin that is off and stays for its requests: those that need it end, once, with a loud log. In an engine-wide hook of the front
-nothing is switched off: `front_started` that raises means that the plugin can't be switched on (409; at start: the server does not
-start), the others say below what then holds; a function that listens to a bus and raises is logged and counted, and goes on being called.
+from `check_fields` or `prepare_fields` is the client's error and reaches it as it is. In an engine-wide hook of the engine or worker the
+plugin is switched off with a loud log, if no open request claims it and it does not enforce anything. Otherwise it stays on, and the
+requests that use a field it claims (all its requests, if it claims none and enforces something) end with an error; new ones of that kind
+get 503 until it is switched off by hand. What a slot's holder gave (a policy, an attention backend) gives way to core's when it raises, and
+the plugin goes off. A plugin that is off and stays for its requests: those that need it end, once, with a loud log. In an engine-wide hook
+of the front nothing is switched off: `front_started` that raises means that the plugin can't be switched on (409; at start: the server
+does not start), the others say below what then holds; a function that listens to a bus and raises is logged and counted, and goes on being
+called.
 
 *Answers.* Each answer is checked (`hook_answers.py`): one of another type or out of bounds counts as raising. Hooks are plain functions.
 
-*Blocking.* "quick" hooks run on an event loop: below about 1 ms, no I/O. "compute" hooks run on the worker's thread.
+*Blocking.* "quick" hooks run on an event loop: below about 1 ms, no I/O. "compute" hooks run on the worker's thread. Hooks that "may
+block" run on a pool thread.
 
 Order: `tryfirst` before others before `trylast`, among equals by the plugin's name: the same in every process, however plugins were
 switched.
@@ -54,7 +56,8 @@ if TYPE_CHECKING:
         PrefixMatch,
         Route,
         StepView,
-    )  # fmt: skip
+        WorkerContext,
+    )
     from .kv.pool import BlockPool
     from .models.linears import Linears, ModelToLoad, Refusal
     from .output import OutputParser
@@ -119,6 +122,19 @@ def check_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[str,
     Check them; raise `FieldError` when one is wrong. Return the fields to hand on in their place, None to hand them on as they are. What
     is given back are fields that the plugin claims (some may be left out), as plain data: None, bool, int of 64 bits, float, str, bytes,
     lists, tuples and dicts with str or int keys. They reach the engine and worker as `request.fields`.
+    """
+    ...
+
+
+@hookspec
+def prepare_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[str, Any] | None:
+    """Front, per request, may block. Once per API request, after every `check_fields` was content, with those claimed fields that ask for
+    something: as handed on so far. For what takes more than about 1 ms: compiling a grammar, decoding an image.
+
+    Called on a pool thread, for several requests at the same time; other requests go on meanwhile. It must end by itself within seconds,
+    whatever it is given: nobody can stop a thread, so work that has no bound belongs into a process that the plugin kills. Raise
+    `FieldError` when a field is wrong, `OverloadedError` or `UnavailableError` when the client should come again. Returns what
+    `check_fields` returns. When switches change meanwhile, both are called again.
     """
     ...
 
@@ -288,10 +304,11 @@ def attention_backend(layout: KVLayout) -> AttentionBackend | None:
 
 
 @hookspec
-def worker_request_added(request: WorkerRequestState) -> None:
+def worker_request_added(request: WorkerRequestState, worker: WorkerContext) -> None:
     """Worker, per request, compute. When the worker first sees the request, again after each preemption (state was dropped;
     `request.tokens` then includes what was generated), and when the plugin joins the request by a live switch. Build state in
-    `request.stash` from `request.tokens` and `request.num_prompt_tokens`. Claimed fields are in `request.fields`."""
+    `request.stash` from `request.tokens` and `request.num_prompt_tokens`. Claimed fields are in `request.fields`; `worker` is the same
+    object in every call."""
 
 
 @hookspec

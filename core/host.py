@@ -20,7 +20,17 @@ import pluggy
 import structlog
 
 from . import hooks
-from .errors import ConfigError, ConflictError, NotFoundError, PluginError, PluginLoadError, RequestError, plain_text
+from .errors import (
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    OverloadedError,
+    PluginError,
+    PluginLoadError,
+    RequestError,
+    UnavailableError,
+    plain_text,
+)
 from .hook_answers import CHECKS
 from .plugin import ENTRY_POINT_GROUP, HOOK_API_VERSION, PROJECT, Plugin, PluginInfo, Role
 
@@ -34,6 +44,8 @@ HOOK_NAMES: tuple[str, ...] = tuple(
 ALL_ITS_REQUESTS = frozenset({"request_added", "match_prefix", "limit_chunk", "blocks_filled", "request_removed"})
 """Per-request hooks that are called whether or not the request uses a claimed field."""
 
+MAY_BLOCK = frozenset({"prepare_fields"})
+"""Hooks that are called on a pool thread; they may also say that the client should come again."""
 
 KERNEL_SLOTS = ("attention", "quantization")
 MAX_TABLES = 1024
@@ -53,13 +65,15 @@ class Impl:
         self._check = CHECKS.get(hook)
 
     def __call__(self, **arguments: Any) -> Any:
-        """The implementation's answer, of the kind the hook asks for, or None. Raises RequestError as raised; anything else, and an answer
-        that is none, as PluginError naming plugin and hook."""
+        """The implementation's answer, of the kind the hook asks for, or None. Raises RequestError as raised (where the hook may block,
+        OverloadedError and UnavailableError too); anything else, and an answer that is none, as PluginError naming plugin and hook."""
         try:
             answer = self._call(**arguments)
             if answer is None or self._check is None or (problem := self._check(answer, arguments, self.info)) is None:
                 return answer
-        except RequestError as error:
+        except (RequestError, OverloadedError, UnavailableError) as error:
+            if not isinstance(error, RequestError) and self.hook not in MAY_BLOCK:
+                raise self.failure(f"{type(error).__name__}: {error.message}") from error
             error.plugin, error.hook = self.plugin, self.hook
             raise
         except Exception as error:

@@ -260,7 +260,7 @@ class LLM:
             arrival=arrival,
             tokenize_seconds=time.perf_counter() - before,
         )
-        generation = self._service.start(parsed)
+        generation = await self._service.start(parsed)
         answers = [Completion(index=choice.index, token_ids=[]) for choice in generation.choices]
         prompt_logprobs: list[TokenLogprobs] = []
 

@@ -198,7 +198,7 @@ def _shape(service: Service, body: Body) -> Shape:
 
 
 async def _generate(call: Call, parsed: ParsedRequest, shape: Shape, kind: type[Answer], *, stream: bool) -> web.StreamResponse:
-    with call.service.start(parsed) as generation:
+    with await call.service.start(parsed) as generation:
         call.admitted = True
         answer = kind(shape, generation, call.service.tokenizer)
         headers = _headers(call, generation)

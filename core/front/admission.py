@@ -11,15 +11,17 @@ import itertools
 import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from ..config import Config
-from ..contexts import AdmissionContext
+from ..contexts import AdmissionContext, Vocabulary
 from ..errors import ContextLengthError, FeatureOffError, FieldError, NotAllowedError, UnavailableError
 from ..hook_answers import plain_data_problem
-from ..host import HookTable, PluginHost, Switches
+from ..host import HookTable, Impl, PluginHost, Switches
 from ..messages import EngineInfo
 from ..params import asks_for_nothing
 from ..request import AdmittedRequest
@@ -86,6 +88,7 @@ class Admission(msgspec.Struct, kw_only=True):
     """One a prompt."""
     table: HookTable
     """Front hooks of this request."""
+    context: AdmissionContext
 
 
 _serial = itertools.count(1)
@@ -108,12 +111,15 @@ class Admitter:
         switches: Callable[[], Switches],
         info: Callable[[], EngineInfo | None],
         tokenize: Callable[[str], list[int]],
+        vocabulary: Callable[[int, tuple[int, ...]], Vocabulary] | None = None,
     ) -> None:
+        """vocabulary: gives the tokenizer's, for a number of logits and the end tokens; only `prepare_fields` needs it."""
         self._config = config
         self._host = host
         self._switches = switches
         self._info = info
         self._tokenize = tokenize
+        self._vocabulary = vocabulary
 
     def admit(self, parsed: ParsedRequest) -> Admission:
         """Raises RequestError (the client's fault), UnavailableError (no engine yet), PluginError (a `check_fields` failed)."""
@@ -124,7 +130,7 @@ class Admitter:
         self._check_counts(parsed)
         self._check_core(parsed)
         features, pinned = self._features(parsed)
-        fields, table = self._fields(parsed, features, max(limits, default=0), info)
+        fields, table, context = self._fields(parsed, features, max(limits, default=0), info)
         seeds = [self._seed(parsed) for _ in parsed.prompts]
         names = tuple(sorted(features))
         requests = [
@@ -147,7 +153,16 @@ class Admitter:
             for index, prompt in enumerate(parsed.prompts)
             for choice in range(parsed.n)
         ]
-        return Admission(parsed=parsed, requests=requests, features=names, seeds=seeds, table=table)
+        return Admission(parsed=parsed, requests=requests, features=names, seeds=seeds, table=table, context=context)
+
+    def prepare(self, admission: Admission) -> Admission:
+        """What `prepare_fields` makes of it. Blocking, on any thread. Raises what `admit` raises, and OverloadedError."""
+        fields = dict(admission.context.fields)
+        context = replace(admission.context, fields=MappingProxyType(fields))
+        for impl in admission.table.prepare_fields:
+            _hand_on(impl, fields, context)
+        requests = [msgspec.structs.replace(request, fields=fields) for request in admission.requests]
+        return msgspec.structs.replace(admission, requests=requests, context=context)
 
     # ---- lengths and counts -----------------------------------------------------------------------------------------------------
 
@@ -234,7 +249,7 @@ class Admitter:
 
     def _fields(
         self, parsed: ParsedRequest, features: frozenset[str], max_tokens: int, info: EngineInfo
-    ) -> tuple[dict[str, Any], HookTable]:
+    ) -> tuple[dict[str, Any], HookTable, AdmissionContext]:
         asked = {
             name: value
             for name, value in parsed.fields.items()
@@ -253,20 +268,16 @@ class Admitter:
             temperature=1.0 if parsed.temperature is None else parsed.temperature,
             limits=self._config.limits,
             tokenize=self._tokenize,
-            fields=(handed_on := dict(asked)),
+            fields=MappingProxyType(asked),
             endpoint=parsed.endpoint,
+            **({} if (made := self._vocabulary) is None else {"vocabulary": lambda: made(info.vocab_size, info.eos_token_ids)}),
         )
         for impl in table.check_fields:
-            mine = {name: value for name, value in asked.items() if name in impl.info.claims}
-            instead = impl(fields=mine, request=context)
-            if instead is not None:
-                asked = {name: value for name, value in asked.items() if name not in mine} | instead
-                handed_on.clear()
-                handed_on.update(asked)
+            _hand_on(impl, asked, context)
         for name, value in asked.items():  # what a plugin made of one has been looked at when it came back
             if value is parsed.fields.get(name) and (problem := plain_data_problem(value)):
                 raise FieldError(name, problem)
-        return asked, table
+        return asked, table, context
 
     def _implied(self, asked: Mapping[str, Any], features: frozenset[str], endpoint: str) -> dict[str, Any]:
         """What plugins add to the fields that the client sent."""
@@ -299,6 +310,16 @@ class Admitter:
         claims = {claim for cls in self._host.catalogue.values() for claim in cls.info.claims}
         close = difflib.get_close_matches(name, claims | CORE_FIELDS, n=1)
         return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _hand_on(impl: Impl, fields: dict[str, Any], context: AdmissionContext) -> None:
+    """Let a plugin look at those of `fields` that it claims; what it gives back takes their place."""
+    mine = {name: value for name, value in fields.items() if name in impl.info.claims}
+    instead = impl(fields=mine, request=context)
+    if instead is not None:
+        for name in mine:
+            del fields[name]
+        fields.update(instead)
 
 
 def check_counts(n: int, prompts: int, config: Config) -> None:

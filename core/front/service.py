@@ -12,14 +12,18 @@ from ..errors import ContextLengthError, NotFoundError, RequestError, Unavailabl
 from ..host import PluginHost
 from ..messages import EngineInfo
 from ..models.resolve import ResolvedModel
-from .admission import Admitter, ParsedRequest
+from .admission import Admission, Admitter, ParsedRequest
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_template
 from .client import EngineClient
 from .events import RequestAdmitted
 from .generation import Generation
+from .prepare import PreparePool
 from .reader import make_readers
 from .tokenizer import Tokenizer, load_tokenizer
 from .tools import check_tools
+
+MAX_ADMISSIONS = 3
+"""Times that a request is admitted anew because switches changed while plugins prepared it."""
 
 
 class Service:
@@ -50,7 +54,9 @@ class Service:
             switches=lambda: client.switches,
             info=lambda: client.info,
             tokenize=lambda text: tokenizer.encode_now(text, add_special_tokens=False),
+            vocabulary=tokenizer.vocabulary,
         )
+        self._pool = PreparePool(config.scheduler.max_waiting)
 
     @property
     def info(self) -> EngineInfo:
@@ -85,14 +91,27 @@ class Service:
         self._check_chars(sum(len(message["content"]) for message in checked), "messages")
         return await self.template.encode(checked, options)
 
-    def start(self, parsed: ParsedRequest) -> Generation:
-        """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `make_readers` and `EngineClient.submit` raise."""
-        admission = self._admitter.admit(parsed)
+    async def start(self, parsed: ParsedRequest) -> Generation:
+        """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `PreparePool.run`, `make_readers` and
+        `EngineClient.submit` raise."""
+        admission = await self._admit(parsed)
         readers = make_readers(admission, self.tokenizer, self.template)
         streams = self.client.submit(admission.requests)
         for request in admission.requests:
             self.bus.publish(RequestAdmitted(request.request_id))
         return Generation(admission, streams, self.tokenizer, self.bus, readers)
+
+    async def _admit(self, parsed: ParsedRequest) -> Admission:
+        """Admission, with what plugins prepare on a pool thread; from the beginning again when switches changed meanwhile."""
+        for _ in range(MAX_ADMISSIONS):
+            switches = self.client.switches
+            admission = self._admitter.admit(parsed)
+            if not admission.table.prepare_fields:
+                return admission
+            admission = await self._pool.run(self._admitter.prepare, admission)
+            if self.client.switches is switches:
+                return admission
+        raise UnavailableError("the switches kept changing while the request was prepared: send it again", retry_after=1.0)
 
 
 def load_text_parts(model: ResolvedModel, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:

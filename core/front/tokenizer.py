@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import anyio.to_thread
 
+from ..contexts import Vocabulary
 from ..errors import ModelError
 from ..models.resolve import ResolvedModel, read_json
 from .token_bytes import TokenBytes
@@ -41,6 +42,7 @@ class Tokenizer:
         self._lock = threading.Lock()
         self._literal: _LiteralEncoder | None = None
         self._limiter: anyio.CapacityLimiter | None = None
+        self._vocabulary: Vocabulary | None = None
         self.settings = settings
         """tokenizer_config.json."""
         added = backend.get_added_tokens_decoder()
@@ -105,6 +107,20 @@ class Tokenizer:
             return placeholder
 
         return self._marker_pattern.sub(hide, text)
+
+    def vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+        """Every token's bytes, for a model with this many logits. Some 0.1 s the first time, then the same object."""
+        with self._lock:
+            known = self._vocabulary
+            if known is None or (len(known.tokens), known.eos_token_ids) != (vocab_size, tuple(eos_token_ids)):
+                known = self._vocabulary = Vocabulary(
+                    tokens=[self.bytes[token_id] for token_id in range(vocab_size)],
+                    special_ids=self.special_ids,
+                    eos_token_ids=tuple(eos_token_ids),
+                    exact=self.bytes.supported,
+                    tokenize=lambda text: self.encode_now(text, add_special_tokens=False),
+                )
+            return known
 
     @cached_property
     def max_token_chars(self) -> int:

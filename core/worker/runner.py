@@ -21,6 +21,7 @@ import torch
 from ...kernels.torch_ops.limits import measure_limits
 from .. import sampler
 from ..config import Config
+from ..contexts import WorkerContext
 from ..errors import ErrorInfo, PluginError, TokenbusError, WorkerError, plain_text
 from ..host import PluginHost
 from ..kv.sizing import free_memory
@@ -34,6 +35,7 @@ from .batch import Run
 from .plugins import WorkerPlugins
 from .state import SampleRow, WorkerRequestState
 from .threads import available_cores
+from .vocabulary import LazyVocabulary
 
 log = structlog.get_logger(__name__)
 
@@ -81,6 +83,7 @@ class ModelRunner:
         self._model: CausalModel | None = None
         self._layout: KVLayout | None = None
         self._kv: KVCache | None = None
+        self._context = WorkerContext(LazyVocabulary(config.model.model, lambda: self._loaded()[0].spec))
         self._told_attention: AttentionBackend | None = None
         """The backend that the engine knows of."""
 
@@ -240,7 +243,7 @@ class ModelRunner:
                 continue
             try:
                 for impl in self.plugins.move(request, before):
-                    impl(request=request)
+                    impl(request=request, worker=self._context)
             except TokenbusError as error:
                 self._fail(request.request_id, error, result)
 
@@ -249,7 +252,7 @@ class ModelRunner:
             request = WorkerRequestState(new, self.plugins.added(new))
             self._requests[new.request_id] = request
             for impl in request.hooks.worker_request_added:
-                impl(request=request)
+                impl(request=request, worker=self._context)
         except TokenbusError as error:
             self._fail(new.request_id, error, result)
 

@@ -32,7 +32,7 @@ def test_every_hook_of_the_manual_is_known_and_documented():
         text = getattr(hooks, name).__doc__ or ""
         actor = text.split(",")[0]
         assert actor in {"Front", "Engine", "Worker"}, f"{name} does not say which actor calls it"
-        assert any(word in text for word in ("quick", "compute")), f"{name} does not say whether it may block"
+        assert any(word in text for word in ("quick", "compute", "may block")), f"{name} does not say whether it may block"
 
 
 def test_defaults_are_on_and_disable_gives_the_reason():
@@ -277,6 +277,7 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
             "sampling.stops",
             "sampling.truncation",
             "scheduling.fcfs",
+            "structured",
             "tools",
             "tools.auto",
         ]

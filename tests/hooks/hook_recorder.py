@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,13 @@ class Recorder(_Noting):
     def check_fields(self, fields, request):
         self.note("check_fields")
         assert request.prompt_len > 0
+        return fields
+
+    @hookimpl
+    def prepare_fields(self, fields, request):
+        self.note("prepare_fields")
+        assert threading.current_thread() is not threading.main_thread()
+        assert len(request.vocabulary().tokens) == request.vocab_size
         return fields
 
     @hookimpl
@@ -120,8 +128,9 @@ class Recorder(_Noting):
         assert layout.num_layers == len(layout.head_dim)
 
     @hookimpl
-    def worker_request_added(self, request):
+    def worker_request_added(self, request, worker):
         self.note("worker_request_added")
+        assert worker.vocabulary() is worker.vocabulary()
 
     @hookimpl
     def adjust_logits(self, logits, rows):
@@ -182,6 +191,7 @@ ACTOR = {
         "http_routes",
         "implied_fields",
         "check_fields",
+        "prepare_fields",
         "text_filter",
         "reasoning_parser",
         "tool_parser",

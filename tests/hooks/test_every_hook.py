@@ -62,6 +62,7 @@ def test_a_request_that_claims_nothing_sees_only_the_hooks_for_all_requests(note
     assert not called & {
         "implied_fields",
         "check_fields",
+        "prepare_fields",
         "text_filter",
         "adjust_logits",
         "filter_logits",
