@@ -61,7 +61,7 @@ def test_it_is_listed_with_its_source_and_the_others_with_the_reason(installed):
     assert rows["broken"]["broken"] is True
     assert "NoSuchThing" in rows["broken"]["because"]
     assert "99.0" in rows["from_the_future"]["because"]
-    assert "1.0" in rows["from_the_future"]["because"]
+    assert "hook API 1." in rows["from_the_future"]["because"]
 
 
 @pytest.mark.parametrize(
