@@ -88,6 +88,8 @@ class ServerConfig(Section, frozen=True):
     """Key of the admin surface; "@FILE" reads it. None: loopback only."""
     drain_seconds: NonNegative = 30.0
     """After SIGTERM: how long running requests may go on."""
+    stream_comment_seconds: Positive = 10.0
+    """A stream that has begun and had nothing to send for so long gets a comment line, so that nobody on the way closes the connection."""
     client_features: tuple[str, ...] = (
         "chunked_prefill",
         "prefix_cache",
@@ -110,6 +112,8 @@ class SupervisionConfig(Section, frozen=True):
     restart_backoff: Positive = 0.5
     """Seconds before the first restart; doubles with each death in a row, up to `restart_backoff_max`."""
     restart_backoff_max: Positive = 30.0
+    resume_starts: PositiveInt = 5
+    """Starts in a row that may fail after a death before the requests that wait for one end with an error; starting is tried on."""
 
 
 class LimitsConfig(Section, frozen=True):

@@ -17,7 +17,7 @@
     ├── RequestCancelledError          499     request_cancelled           the client left
     ├── ServerFault                    500     server_error                ours: the requests concerned end, the loop goes on
     │   ├── PluginError                500     server_error                a plugin raised; names plugin and hook
-    │   ├── EngineDiedError            500     server_error                the engine process ended while the request was open
+    │   ├── EngineDiedError            500     server_error                the engine process ended, and no other can go on with the request
     │   └── WorkerError                500     server_error                a step failed on the worker
     └── StartupError                   (exit 1) never reaches a client     the process can't start: message says what to do
         ├── ConfigError                        a setting is malformed, unknown, or contradicts another

@@ -27,6 +27,10 @@ of the front nothing is switched off: `front_started` that raises means that the
 does not start), the others say below what then holds; a function that listens to a bus and raises is logged and counted, and goes on being
 called.
 
+*An engine that dies.* The next one is given the open requests back, with what they have generated, and the hooks that are called "once" or
+"when first seen" in engine and worker are called there anew; those of the front are not. A plugin that can't rebuild its state from that
+says `resumable=False`.
+
 *Answers.* Each answer is checked (`hook_answers.py`): one of another type or out of bounds counts as raising. Hooks are plain functions.
 
 *Blocking.* "quick" hooks run on an event loop: below about 1 ms, no I/O. "compute" hooks run on the worker's thread. Hooks that "may
@@ -190,7 +194,8 @@ def scheduling_policy() -> SchedulingPolicy | None:
 @hookspec
 def request_added(request: Request) -> None:
     """Engine, per request, quick. Once: before the request is queued, or when the plugin joins it by a live switch (it may then have run
-    for a while). All its requests."""
+    for a while). After an engine's death once more, in the next one: `request.tokens` then includes what was generated. All its
+    requests."""
 
 
 @hookspec(firstresult=True)
@@ -305,10 +310,10 @@ def attention_backend(layout: KVLayout) -> AttentionBackend | None:
 
 @hookspec
 def worker_request_added(request: WorkerRequestState, worker: WorkerContext) -> None:
-    """Worker, per request, compute. When the worker first sees the request, again after each preemption (state was dropped;
-    `request.tokens` then includes what was generated), and when the plugin joins the request by a live switch. Build state in
-    `request.stash` from `request.tokens` and `request.num_prompt_tokens`. Claimed fields are in `request.fields`; `worker` is the same
-    object in every call."""
+    """Worker, per request, compute. When the worker first sees the request, again after each preemption and in another engine once
+    this one has died (state was dropped; `request.tokens` then includes what was generated), and when the plugin joins the request by a
+    live switch. Build state in `request.stash` from `request.tokens` and `request.num_prompt_tokens`. Claimed fields are in
+    `request.fields`; `worker` is the same object in every call."""
 
 
 @hookspec

@@ -16,7 +16,7 @@ from .host import Switches
 from .plan import Kernels, StepPlan, TokenLogprobs
 from .request import AdmittedRequest
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 # ---- front -> engine ------------------------------------------------------------------------------------------------------------
@@ -158,6 +158,19 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of the engine process since it started."""
 
 
+class StepBegins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Which requests the engine is about to run: sent before they are. Left out when they are those of the last such message and none of
+    them runs prompt tokens. Should the engine die, it died with these."""
+
+    step_id: int
+    runs: dict[str, tuple[int, int]]
+    """`{request_id: (first, last)}`: the step runs tokens[first:last] of it, prompt and output counted together."""
+    taken: int
+    """Requests taken in since the engine began."""
+    cached: dict[str, int] = {}
+    """Of requests that begin with this step: prompt tokens that a cache gave, where there were any."""
+
+
 class StepOutput(msgspec.Struct, kw_only=True, tag=True):
     """All that one step (or the intake before it) gave to clients; one message a step."""
 
@@ -189,7 +202,7 @@ class PluginDisabled(msgspec.Struct, frozen=True, tag=True):
     """What is on in the engine from here on."""
 
 
-EngineMessage = Ready | Failed | Heartbeat | StepOutput | Reply | PluginDisabled
+EngineMessage = Ready | Failed | Heartbeat | StepBegins | StepOutput | Reply | PluginDisabled
 
 
 class PlansReply(msgspec.Struct, frozen=True):

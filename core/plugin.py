@@ -40,7 +40,8 @@ class PluginInfo:
     """What a plugin declares about itself. Immutable."""
 
     __slots__ = (
-        "api_version", "claims", "conflicts", "default", "enforces", "lossless", "name", "requires", "scope", "slot", "summary",
+        "api_version", "claims", "conflicts", "default", "enforces", "lossless", "name", "requires", "resumable", "scope", "slot",
+        "summary",
     )  # fmt: skip
 
     def __init__(
@@ -56,6 +57,7 @@ class PluginInfo:
         enforces: bool = False,
         slot: Slot | None = None,
         default: bool = False,
+        resumable: bool = True,
         api_version: tuple[int, int] = HOOK_API_VERSION,
     ) -> None:
         """
@@ -67,6 +69,8 @@ class PluginInfo:
         requires / conflicts: names of plugins that must / must not be on with it.
         enforces: it upholds a limit or a mask, so it is never switched off by a failure of its own.
         slot: exactly one plugin is active in a slot; swapping is atomic. default: on unless switched off.
+        resumable: when an engine dies, `request_added` and `worker_request_added` of the next one can rebuild all that it knew of a
+            request, from the request's tokens and fields. If not, requests that need it and have begun to answer end with an error.
         """
         put = object.__setattr__
         put(self, "name", name)
@@ -79,6 +83,7 @@ class PluginInfo:
         put(self, "enforces", enforces)
         put(self, "slot", slot)
         put(self, "default", default)
+        put(self, "resumable", resumable)
         put(self, "api_version", tuple(api_version))
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -13,6 +13,20 @@ if TYPE_CHECKING:
     from .host import HookTable
 
 
+class Resumed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a request stood when the engine that ran it died: another one goes on from here."""
+
+    tokens: list[int] = []
+    """New tokens that were emitted; a token computed and not emitted is drawn again, and is the same."""
+    prompt_logprobs: int = 0
+    """Entries for prompt positions that were emitted: they are not sent again."""
+    cached_tokens: int | None = None
+    """As in `Request`; None: its first scheduling is not known to have taken place."""
+    preemptions: int = 0
+    until: int | None = None
+    """New tokens, those above included, at which it ends with "length" for now, to be resumed once more; None: it runs to its end."""
+
+
 class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the front process hands to the engine: everything that decides the answer, validated, with the seed drawn."""
 
@@ -41,6 +55,8 @@ class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Unix seconds; past it the request ends with a DeadlineError."""
     group: str = ""
     """The API request's id, shared by its choices."""
+    resumed: Resumed | None = None
+    """Set when an engine that has died ran it before. Its `features` are then those it had at that moment."""
 
 
 class Status(enum.IntEnum):
@@ -107,6 +123,17 @@ class Request:
         self.stash = Stash()
         self.worker_knows = False
         self.finish: str | None = None
+        if admitted.resumed is not None:
+            self._resume(admitted.resumed)
+
+    def _resume(self, before: Resumed) -> None:
+        """What was generated is there already, as after a preemption."""
+        self.tokens += before.tokens
+        if before.until is not None:
+            self.limit = min(self.limit, self.num_prompt + before.until)
+        self.prompt_logprobs_sent = before.prompt_logprobs
+        self.cached_tokens = before.cached_tokens
+        self.preemptions = before.preemptions
 
     @property
     def num_output(self) -> int:

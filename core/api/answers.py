@@ -113,6 +113,8 @@ class Answer(ABC):
         }
         if len(seeds) > 1:
             info["seeds"] = seeds
+        if resumed := max((choice.stream.resumptions for choice in self.generation.choices), default=0):
+            info["resumed"] = resumed
         return info
 
     def _end(self, choice: Choice) -> dict[str, Any]:

@@ -231,13 +231,14 @@ async def _whole(generation: Generation, answer: Answer, headers: dict[str, str]
 
 async def _streamed(call: Call, generation: Generation, answer: Answer, headers: dict[str, str]) -> web.StreamResponse:
     """An error before the first event is an ordinary error answer; one after it is an event, then the terminator."""
-    stream = EventStream(call.request, headers)
+    stream = EventStream(call.request, headers, call.service.config.server.stream_comment_seconds)
 
     async def show(batch: list[tuple[Choice, Delta]]) -> None:
         await stream.send(answer.chunks(batch))
 
     try:
-        await generation.run(show)
+        with stream:
+            await generation.run(show)
     except TokenbusError as error:
         if not stream.started:
             raise

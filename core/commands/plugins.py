@@ -33,6 +33,7 @@ def _describe(host: PluginHost, switches: Switches, name: str) -> dict[str, Any]
         "lossless": info.lossless,
         "default": info.default,
         "enforces": info.enforces,
+        "resumable": info.resumable,
         "slot": info.slot,
         "claims": sorted(info.claims),
         "requires": sorted(info.requires),

@@ -1,8 +1,9 @@
 """EngineCore: the loop at the centre. An actor: it owns scheduler and KV pool, and is reached only through its mailbox.
 
     socket ─> reader ─> mailbox ─> [ take in ─> schedule ─> publish plan ─> execute ──────────────> update ─> publish result ]
-                                                                               │  └─ worker (thread or process)
-                                                                               └─ send the last step's output ─> socket
+                                                               │               │  └─ worker (thread or process)
+                                                               │               └─ send the last step's output ─> socket
+                                                               └─ StepBegins, where it says anything new ─> socket
 
 The next plan is made when the result is there: planning takes 0.01 to 0.1 ms of a step, and what takes longer, encoding and sending, is
 done while the worker computes.
@@ -18,6 +19,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import anyio
@@ -46,6 +48,7 @@ from ..messages import (
     Reply,
     SetFeatures,
     Shutdown,
+    StepBegins,
     StepOutput,
 )
 from ..plan import StepInput, StepPlan
@@ -89,6 +92,7 @@ class EngineCore:
             host=host,
             switches=switches,
             on_plugin_failure=self._switchboard.note_failure,
+            start_plugin=self._switchboard.revive,
         )
         self._host = host
         self._worker = worker
@@ -101,6 +105,10 @@ class EngineCore:
         self._stopping = False
         self._step_id = 0
         self._step_began: float | None = None
+        self._taken = 0
+        """Requests taken in so far."""
+        self._told: tuple[int, AbstractSet[str]] = (0, frozenset())
+        """`taken` and the requests of the step in the last StepBegins."""
         self._output: StepOutput | None = None
         """The last step's: it goes out once the next step computes, or ahead of any other message."""
 
@@ -137,6 +145,7 @@ class EngineCore:
                 continue
             plan, order = planned
             bus.publish(plan)
+            await self._tell(plan, order)
             self._step_id, self._step_began = plan.step_id, time.monotonic()
             step = asyncio.ensure_future(self._worker.execute(order))
             await anyio.lowlevel.checkpoint()  # the worker has its order now, and the rest is done while it computes
@@ -175,6 +184,23 @@ class EngineCore:
         with anyio.move_on_after(seconds):
             await self._apply(await self._mailbox.receive())
 
+    async def _tell(self, plan: StepPlan, order: StepInput) -> None:
+        """Have the front know which requests run before they do. Costs nothing while the same ones go on decoding."""
+        running = plan.num_tokens.keys()
+        if not plan.num_prompt_tokens and self._told == (self._taken, running):
+            return
+        self._told = self._taken, running
+        requests = self.scheduler.requests
+        first = {request_id: requests[request_id].computed for request_id in running}
+        await self._send(
+            StepBegins(
+                step_id=plan.step_id,
+                runs={request_id: (first[request_id], first[request_id] + n) for request_id, n in plan.num_tokens.items()},
+                taken=self._taken,
+                cached={new.request_id: hit for new in order.new if (hit := requests[new.request_id].cached_tokens)},
+            )
+        )
+
     def _step_failed(self, plan: StepPlan, order: StepInput, error: TokenbusError) -> StepOutput:
         log.error("step_failed", step_id=plan.step_id, requests=len(plan.num_tokens), error=error.message)
         output = self.scheduler.fail_step(plan, error.to_wire(), time.time())
@@ -189,6 +215,7 @@ class EngineCore:
             case Add():
                 for request in message.requests:
                     self.scheduler.add(request, now)
+                    self._taken += 1
             case Cancel():
                 for request_id in message.request_ids:
                     self.scheduler.cancel(request_id, message.reason, now)

@@ -47,6 +47,15 @@ class Switchboard:
             raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
         self._on_worker = switches.on
 
+    def revive(self, name: str) -> None:
+        """Load and start a plugin that is off, for requests that had it when an engine died. PluginLoadError when it can't be."""
+        self._host.load((name,))
+        try:
+            self._started(name)
+        except TokenbusError as error:
+            self._host.release_unused(self._host.loaded.keys() - {name})
+            raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
+
     def change(self, scheduler: Scheduler, changes: Mapping[str, bool]) -> Switches:
         """Switch plugins; the state after it. NotFoundError or ConflictError, and nothing changed, when refused."""
         now = scheduler.switches

@@ -24,22 +24,22 @@ from ..errors import (
     OverloadedError,
     RequestError,
     TokenbusError,
-    TooLargeError,
     UnavailableError,
     from_wire,
 )
 from ..host import PluginHost, Switches
 from ..ipc import FrameError
 from ..messages import (
-    Add,
     Cancel,
     EngineInfo,
     EngineMessage,
+    Finish,
     Heartbeat,
     PluginDisabled,
     Query,
     Reply,
     SetFeatures,
+    StepBegins,
     StepOutput,
 )
 from ..request import AdmittedRequest
@@ -47,6 +47,7 @@ from .calls import Call, Change
 from .events import EngineDied, EngineStarted, FeatureChange, LoopLag
 from .journal import Journal
 from .plugins import FrontPlugins
+from .recovery import Recovery
 from .stream import CancelReason, TokenChunk, TokenStream, failed
 from .supervisor import ENGINE, Death, Supervisor, death_error, startup_error
 
@@ -58,6 +59,8 @@ State = Literal["starting", "ready", "restarting", "draining", "stopped"]
 
 SPARE_MESSAGES = 256
 """Room in the outbox beside one Add and one Cancel for every open request: queries and switch changes."""
+EXPIRE_SECONDS = 0.1
+"""Between two looks at the deadlines of requests that are held back."""
 FIRST_START_SECONDS = 5.0
 """What a client is told to wait before the first start's time is known."""
 SHUTDOWN_MESSAGE = "the server is shutting down"
@@ -85,6 +88,9 @@ class EngineClient:
         self.refusing: dict[str, ErrorInfo] = {}
         """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
         self._supervisor = Supervisor(config, self, outbox_size=2 * self.capacity + SPARE_MESSAGES, command=command)
+        self._recovery = Recovery(self.journal, host, self._supervisor.post)
+        self._failed_starts = 0
+        """Deaths in a row of engines that were not ready yet."""
         self._streams: dict[str, TokenStream] = {}
         self._calls: dict[int, Call] = {}
         self._call_ids = 0
@@ -113,6 +119,7 @@ class EngineClient:
             task_status.started()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._measure_lag)
+                tasks.start_soon(self._expire_held)
                 await self._supervisor.run()
                 tasks.cancel_scope.cancel()
         finally:
@@ -175,6 +182,11 @@ class EngineClient:
         return len(self._streams)
 
     @property
+    def suspects(self) -> int:
+        """Requests that may have killed the last engine and are being tried, one at a time; the others wait meanwhile."""
+        return len(self._recovery.quarantine)
+
+    @property
     def engine_pid(self) -> int | None:
         """Process id (and group) of the engine that lives now."""
         return self._supervisor.pid
@@ -195,22 +207,16 @@ class EngineClient:
             raise OverloadedError(f"the queue is full: {len(self._streams)} requests are open", retry_after=1.0)
         self.journal.admit(requests)
         try:
-            self._post_add(requests)
-        except TokenbusError:
+            self._recovery.submit(requests)
+        except TokenbusError as error:
             for request in requests:
                 self.journal.end(request.request_id)
+            if isinstance(error, UnavailableError):
+                error.retry_after = self._retry_after()
             raise
         streams = [TokenStream(request.request_id, self._cancel) for request in requests]
         self._streams.update((stream.request_id, stream) for stream in streams)
         return streams
-
-    def _post_add(self, requests: list[AdmittedRequest]) -> None:
-        try:
-            taken = self._supervisor.post(Add(requests))
-        except FrameError as error:
-            raise TooLargeError(f"the request can't be handed to the engine: {error}") from error
-        if not taken:
-            raise UnavailableError("the engine does not take requests now", retry_after=self._retry_after())
 
     def _refuse_if_unavailable(self, requests: Iterable[AdmittedRequest]) -> None:
         if self.state != "ready":
@@ -233,16 +239,37 @@ class EngineClient:
         entry = self.journal.get(request_id)
         if entry is not None and entry.cancel_reason is None:
             entry.cancel_reason = reason
-            self._post_cancel(request_id, reason)
+            if self._recovery.holds(request_id):
+                self._finish(request_id, self._recovery.cancelled(request_id))
+            else:
+                self._post_cancel(request_id, reason)
 
     def _post_cancel(self, request_id: str, reason: CancelReason) -> None:
         # always room: an open request has at most one Add and one Cancel in the outbox; without an engine there is nothing to cancel
         self._supervisor.post(Cancel([request_id], reason))
 
     def _end(self, request_id: str, error: TokenbusError) -> None:
+        self._finish(request_id, failed(error))
+
+    def _finish(self, request_id: str, finish: Finish) -> None:
+        """End a request that the engine hasn't, or has no say in any more."""
         self.journal.end(request_id)
-        self._streams.pop(request_id).end(failed(error))
+        self._recovery.ended(request_id)
+        self._streams.pop(request_id).end(finish)
         self._after_ends()
+
+    def _advance(self) -> None:
+        """Hand to the engine what was held back and may go there now."""
+        while refused := self._recovery.advance():
+            for request_id, error in refused.items():
+                self._end(request_id, error)
+
+    async def _expire_held(self) -> None:
+        """Deadlines of requests that no engine has are this process's to watch."""
+        while True:
+            await anyio.sleep(EXPIRE_SECONDS)
+            for request_id, finish in self._recovery.expired(time.time()).items():
+                self._finish(request_id, finish)
 
     def _after_ends(self) -> None:
         if not self._streams:
@@ -309,6 +336,7 @@ class EngineClient:
 
     def _adopt(self, state: Switches, changes: dict[str, bool], who: str) -> None:
         """What the engine says is on. The one place where `switches` changes, called in the order of the wire."""
+        self._recovery.switched(self.switches.on, state.on)
         self.switches = state
         for name in tuple(self.refusing):
             if name not in state.on:
@@ -338,13 +366,18 @@ class EngineClient:
         self._settled.set()
         log.info("engine_ready", pid=info.pid, restarts=restarts, model=info.model, max_model_len=info.max_model_len)
         self.bus.publish(EngineStarted(info, restarts))
+        self._recovery.started()
+        self._advance()
 
     def engine_message(self, message: EngineMessage) -> None:
         match message:
+            case StepBegins():
+                self._recovery.step_begins(message)
             case StepOutput():
                 self._take_output(message)
             case Heartbeat():
                 self.bus.publish(LoopLag("engine", message.loop_lag, message.cpu_seconds, message.step_age))
+                self._advance()
             case Reply():
                 self._take_reply(message)
             case PluginDisabled():
@@ -352,6 +385,7 @@ class EngineClient:
 
     def engine_died(self, death: Death, restart_in: float | None) -> None:
         count = len(self._streams)
+        self._failed_starts = 0 if death.was_ready else self._failed_starts + 1
         if restart_in is not None:
             self._restart_at = time.monotonic() + restart_in
             if self.state == "ready":
@@ -359,25 +393,31 @@ class EngineClient:
         elif not self._settled.is_set() and not death.closed:
             self._start_error = startup_error(death)
             self._settled.set()
+        self._end_calls()
         if death.closed:
             self._end_all(UnavailableError(SHUTDOWN_MESSAGE))
             return
-        self._end_all(death_error(death, restarting=restart_in is not None and self.state != "draining"))
-        self.bus.publish(EngineDied(death.reason, count, restart_in or 0.0))
+        for request_id, finish in self._recovery.died(death.reason).items():
+            self._finish(request_id, finish)
+        if restart_in is None or self._failed_starts >= self.config.supervision.resume_starts:
+            self._end_all(death_error(death, self._failed_starts))
+        if count:
+            log.warning("requests_held", held=len(self._streams), ended=count - len(self._streams), suspects=self.suspects)
+        for entry in self.journal:
+            self._streams[entry.admitted.request_id].resumptions = entry.resumptions
+        self.bus.publish(EngineDied(death.reason, count, restart_in or 0.0, count - len(self._streams)))
 
     def _take_output(self, output: StepOutput) -> None:
         for request_id in {**output.prompt_logprobs, **output.tokens}:
             stream = self._streams.get(request_id)
             if stream is not None:
-                tokens = output.tokens.get(request_id, [])
-                self.journal.emit(request_id, tokens)
-                stream.push(tokens, output.logprobs.get(request_id), output.prompt_logprobs.get(request_id))
-        for request_id, finish in output.finished.items():
-            if (stream := self._streams.pop(request_id, None)) is not None:
-                self.journal.end(request_id)
-                stream.end(finish)
-        if output.finished:
-            self._after_ends()
+                tokens, prompt_logprobs = output.tokens.get(request_id, []), output.prompt_logprobs.get(request_id)
+                self._recovery.emitted(request_id, tokens, prompt_logprobs)
+                stream.push(tokens, output.logprobs.get(request_id), prompt_logprobs)
+        for request_id, end in output.finished.items():
+            if request_id in self._streams and (finish := self._recovery.finished(request_id, end)) is not None:
+                self._finish(request_id, finish)
+        self._advance()
         if output.kernels is not None and self.info is not None:
             lossless, reason = output.kernels.lossless, output.kernels.reason
             self.info = msgspec.structs.replace(self.info, lossless=lossless, lossless_reason=reason)
@@ -407,6 +447,8 @@ class EngineClient:
     def _end_all(self, error: TokenbusError) -> None:
         for request_id in tuple(self._streams):
             self._end(request_id, error)
+
+    def _end_calls(self) -> None:
         for call in tuple(self._calls.values()):
             call.answer(None, UnavailableError("the engine ended before it could answer", retry_after=self._retry_after()))
         for call_id in tuple(self._changes):
@@ -417,6 +459,7 @@ class EngineClient:
         if not self._settled.is_set():
             self._start_error = UnavailableError("the engine was stopped before it was ready")
             self._settled.set()
+        self._end_calls()
         self._end_all(UnavailableError(SHUTDOWN_MESSAGE))
         self._plugins.stop()
         self._stopped.set()

@@ -36,6 +36,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_seconds: float = 0.0
     template_seconds: float = 0.0
     preemptions: int = 0
+    resumptions: int = 0
+    """Engines that died while they had it."""
 
 
 class RequestAdmitted(msgspec.Struct, frozen=True):
@@ -70,6 +72,8 @@ class EngineDied(msgspec.Struct, frozen=True):
     reason: str
     open_requests: int
     restart_in: float
+    ended_requests: int = 0
+    """Those of the open ones that end with it; the others go on in the next engine."""
 
 
 class LoopLag(msgspec.Struct, frozen=True):

@@ -313,6 +313,7 @@ class Generation:
             tokenize_seconds=parsed.tokenize_seconds,
             template_seconds=parsed.template_seconds,
             preemptions=finish.preemptions if finish else 0,
+            resumptions=choice.stream.resumptions,
         )
 
     def _end_reason(self) -> str:
@@ -334,6 +335,8 @@ class Generation:
         }
         if len(self.choices) > 1:
             entry["choices"] = len(self.choices)
+        if resumed := max((choice.stream.resumptions for choice in self.choices), default=0):
+            entry["resumed"] = resumed
         if self._error is not None:
             entry |= {"error_kind": type(self._error).__name__, "error": self._error.message}
         log.info("request_finished", **entry)

@@ -9,16 +9,50 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..request import AdmittedRequest
+import msgspec
+
+from ..request import AdmittedRequest, Resumed
 
 
 @dataclass(slots=True)
 class OpenRequest:
     admitted: AdmittedRequest
+    features: frozenset[str]
+    """Plugins in force for it: those it was admitted with, but for live switches of lossless ones."""
     tokens: list[int] = field(default_factory=list)
     """Emitted so far; at most `admitted.max_tokens`."""
+    prompt_logprobs: int = 0
+    """Entries for prompt positions emitted so far."""
+    cached_tokens: int | None = None
+    """Prompt tokens that a cache gave when it was first scheduled; None before."""
+    preemptions: int = 0
+    """As far as they are known: an engine tells them at the end."""
+    resumptions: int = 0
+    """Deaths of an engine that had it."""
+    begun: bool = False
+    """An engine has had it."""
+    until: int | None = None
+    """Number of tokens at which the engine that has it now gives it back."""
     cancel_reason: str | None = None
     """Why its client gave it up; None while it is wanted."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.admitted.prompt) + len(self.tokens)
+
+    def as_sent(self) -> AdmittedRequest:
+        """What an engine is given, to go on where the answer stands."""
+        if not self.begun:
+            return self.admitted
+        resumed = Resumed(
+            tokens=list(self.tokens),
+            prompt_logprobs=self.prompt_logprobs,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            until=self.until,
+        )
+        return msgspec.structs.replace(self.admitted, features=tuple(sorted(self.features)), resumed=resumed)
 
 
 class Journal:
@@ -33,11 +67,14 @@ class Journal:
         if len(set(ids)) != len(ids) or not self._open.keys().isdisjoint(ids):
             raise ValueError(f"a request id is in use already: {', '.join(ids)}")
         for request in requests:
-            self._open[request.request_id] = OpenRequest(request)
+            self._open[request.request_id] = OpenRequest(request, frozenset(request.features))
 
-    def emit(self, request_id: str, tokens: Iterable[int]) -> None:
-        """Note new tokens of an open request; KeyError when it isn't open."""
-        self._open[request_id].tokens.extend(tokens)
+    def emit(self, request_id: str, tokens: Iterable[int], prompt_logprobs: int = 0) -> OpenRequest:
+        """Note new tokens of an open request, and the number of new entries for its prompt; KeyError when it isn't open."""
+        entry = self._open[request_id]
+        entry.tokens.extend(tokens)
+        entry.prompt_logprobs += prompt_logprobs
+        return entry
 
     def end(self, request_id: str) -> OpenRequest | None:
         """Close the entry and give it back; None when it isn't open (any more)."""

@@ -37,6 +37,8 @@ class TokenStream:
         self.request_id = request_id
         self.finish: Finish | None = None
         """How it ended; None while it is open."""
+        self.resumptions = 0
+        """Engines that died while they had the request."""
         self._cancel = cancel
         self._waiting: TokenChunk | None = None
         self._wake: anyio.Event | None = None

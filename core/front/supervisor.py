@@ -355,10 +355,10 @@ class _Life:
         self._declare_over("closed")
 
 
-def death_error(death: Death, *, restarting: bool) -> EngineDiedError:
-    """What an open request ends with."""
-    then = "; it is being restarted, send the request again" if restarting else ""
-    return EngineDiedError(f"the engine ended while this request was open: {death.reason}{then}")
+def death_error(death: Death, failed_starts: int) -> EngineDiedError:
+    """What a request ends with that no engine will go on with. failed_starts: attempts since the engine died that had it."""
+    tried = f", and {failed_starts} attempts to start another one failed" if failed_starts else ""
+    return EngineDiedError(f"the engine ended while this request was open{tried}: {death.reason}")
 
 
 def startup_error(death: Death) -> StartupError:

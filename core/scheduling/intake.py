@@ -24,6 +24,8 @@ class Intake:
             raise ValueError(f"request id {request_id!r} is open already")
         try:
             self._check_length(admitted)
+            if admitted.resumed is not None:
+                self._live.revive(admitted.features)
             features = self._live.features_of(admitted)
         except TokenbusError as error:
             self._batch.refuse(request_id, error.to_wire(), admitted.features)
@@ -45,12 +47,13 @@ class Intake:
     def _check_length(self, admitted: AdmittedRequest) -> None:
         """Admission has done this with the same limits; a request that can never fit must not wait for ever all the same."""
         limit = self._max_model_len
-        needed = len(admitted.prompt) + min(1, admitted.max_tokens)
+        known = len(admitted.prompt) + (0 if admitted.resumed is None else len(admitted.resumed.tokens))
+        needed = known + min(1, admitted.max_tokens)
         if not admitted.prompt:
             raise ContextLengthError("the prompt is empty", request_id=admitted.request_id)
         if needed > limit:
             raise ContextLengthError(
-                f"the prompt has {len(admitted.prompt)} tokens; with its output a request has room for {limit}",
+                f"prompt and output have {known} tokens; with what is still to come a request has room for {limit}",
                 request_id=admitted.request_id,
             )
 

@@ -9,7 +9,7 @@ A plugin is in one of three states here:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -23,8 +23,10 @@ log = structlog.get_logger(__name__)
 
 
 class LiveSwitches:
-    def __init__(self, host: PluginHost, switches: Switches, batch: Batch) -> None:
+    def __init__(self, host: PluginHost, switches: Switches, batch: Batch, start_plugin: Callable[[str], object]) -> None:
+        """start_plugin: loads one that is off and calls its `engine_started`; PluginLoadError when it can't be."""
         self.switches = switches
+        self._start_plugin = start_plugin
         self._host = host
         self._batch = batch
         self._announcement: tuple[str, ...] | None = None
@@ -58,6 +60,16 @@ class LiveSwitches:
                 retry_after=1.0,
             )
         return features - leaves
+
+    def revive(self, features: Iterable[str]) -> None:
+        """Load those of a resumed request's plugins that are off: the engine that died had kept them for it. Raises PluginLoadError."""
+        missing = sorted((set(features) & self._host.catalogue.keys()) - self._host.loaded.keys())
+        if not missing:
+            return
+        for name in missing:
+            self._start_plugin(name)
+        self._batch.lingering |= set(missing)
+        self.engine_hooks = self._host.table(self.switches.on | self._batch.lingering)
 
     # ---- changing ---------------------------------------------------------------------------------------------------------------
 

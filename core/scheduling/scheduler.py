@@ -45,13 +45,15 @@ class Scheduler:
         host: PluginHost,
         switches: Switches,
         on_plugin_failure: PluginFailure,
+        start_plugin: Callable[[str], object] | None = None,
     ) -> None:
         """max_model_len: tokens of prompt plus output, the pool's size may lower it. host: role "engine", with the plugins of
-        `switches` loaded and their `engine_started` called (the caller does both, here and before `apply_switches`)."""
+        `switches` loaded and their `engine_started` called (the caller does both, here and before `apply_switches`).
+        start_plugin: does both for one that is off, but was in force for a request when an engine died (default: only loads it)."""
         max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
         self.pool = pool
         self.batch = Batch(pool, on_plugin_failure)
-        self.live = LiveSwitches(host, switches, self.batch)
+        self.live = LiveSwitches(host, switches, self.batch, start_plugin or (lambda name: host.load((name,))))
         self._intake = Intake(self.batch, self.live, max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._builder = StepBuilder(self.batch, config.scheduler)
         self._in_flight: StepInput | None = None

@@ -130,6 +130,9 @@ class Collector:
         self.started = self._counter("requests_started", "Choices handed to the engine: those finished plus those open")
         self.open = self._gauge("requests_open", "Choices handed to the engine that have not ended")
         self.finished = self._counter("requests_finished", "Choices by finish reason and arm", ("reason", "arm"))
+        self.resumptions = self._counter(
+            "request_resumptions", "Times that a choice went on in another engine after its own had died"
+        )
         self.refused = self._counter("requests_refused", "API requests refused before admission", ("status", "kind"))
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens of ended requests that a cache gave")
@@ -213,6 +216,7 @@ class Collector:
         self.prompt_tokens.inc(record.prompt_tokens)
         self.cached_tokens.inc(record.cached_tokens)
         self.output_tokens.inc(record.output_tokens)
+        self.resumptions.inc(record.resumptions)
         self.tokenize_seconds.inc(max(0.0, record.tokenize_seconds))
         self.template_seconds.inc(max(0.0, record.template_seconds))
 

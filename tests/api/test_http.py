@@ -364,3 +364,30 @@ async def test_one_log_line_a_request_without_text(api):
     assert second["id"] == api.engine.admitted[-1].group
     assert second["ttft"] >= 0
     assert "secret" not in repr(lines)
+
+
+async def test_a_stream_with_nothing_to_say_sends_comments_once_it_has_begun(serve):
+    async with serve({"server": {"stream_comment_seconds": 0.02}}) as api:
+        api.engine.hold_after = 2
+        lines = []
+        async with api.session.post(f"{api.url}/v1/completions", json={"prompt": "abc", "stream": True}) as response:
+            async for line in response.content:
+                lines.append(line)
+                if lines.count(b": the answer goes on\n") == 3:
+                    api.engine.resume()
+        assert lines[0].startswith(b"data: {"), "no comment before the first event: until then an error has its own status"
+        assert lines[-2:] == [b"data: [DONE]\n", b"\n"]
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == "abc"
+        assert {line[:2] for line in lines} == {b"da", b": ", b"\n"}
+
+
+async def test_comments_end_with_a_client_that_leaves(serve):
+    async with serve({"server": {"stream_comment_seconds": 0.02}}) as api:
+        api.engine.hold_after = 1
+        async with api.session.post(f"{api.url}/v1/completions", json={"prompt": "abc", "stream": True}) as response:
+            async for line in response.content:
+                if line.startswith(b": "):
+                    break
+        await api.until(lambda: bool(api.engine.ended))
+        await api.check_well()

@@ -29,6 +29,7 @@ from tokenbus.core.messages import (
     Reply,
     SetFeatures,
     Shutdown,
+    StepBegins,
     StepOutput,
 )
 from tokenbus.core.request import AdmittedRequest
@@ -48,6 +49,7 @@ class Harness:
         self.ends: list[str] = []
         self.outputs: list[StepOutput] = []
         self.others: list[EngineMessage] = []
+        self.begun: list[StepBegins] = []
         self._calls = 0
 
     async def add(self, *requests: AdmittedRequest) -> None:
@@ -59,9 +61,10 @@ class Harness:
             await anyio.lowlevel.checkpoint()
 
     async def receive(self) -> EngineMessage:
-        """The next message that is no heartbeat, noted."""
-        while isinstance(message := await self.channel.receive(), Heartbeat):
-            pass
+        """The next message that is no heartbeat and no StepBegins, noted; so are the latter."""
+        while isinstance(message := await self.channel.receive(), Heartbeat | StepBegins):
+            if isinstance(message, StepBegins):
+                self.begun.append(message)
         if isinstance(message, StepOutput):
             self.outputs.append(message)
             for request_id, tokens in message.tokens.items():

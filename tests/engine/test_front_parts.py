@@ -123,7 +123,7 @@ def test_a_step_ages_between_heartbeats_until_its_output_comes():
 
 def test_what_a_death_means_for_whom():
     death = Death("the engine process was killed by SIGKILL", was_ready=True)
-    assert death_error(death, restarting=True).message.endswith("SIGKILL; it is being restarted, send the request again")
-    assert death_error(death, restarting=False).message.endswith("killed by SIGKILL")
+    assert death_error(death, 0).message.endswith("while this request was open: the engine process was killed by SIGKILL")
+    assert "open, and 3 attempts to start another one failed: the engine process" in death_error(death, 3).message
     assert startup_error(death).message == "the engine can't be started: the engine process was killed by SIGKILL"
     assert not death.permanent

@@ -8,6 +8,7 @@ from tokenbus.core.config import CacheConfig
 from tokenbus.core.errors import ConfigError
 from tokenbus.core.kv.sizing import MIB, free_memory, plan
 from tokenbus.core.plugin import Plugin, PluginInfo, hookimpl
+from tokenbus.core.request import Resumed
 
 
 class Scorer(Plugin):
@@ -159,3 +160,41 @@ def test_free_memory_respects_every_cgroup_above_us(tmp_path) -> None:
     assert free() == 0
     assert free_memory(meminfo=tmp_path / "none", cgroup=tmp_path / "none", self_cgroup=tmp_path / "none") == 0
     assert free_memory() > 0
+
+
+# ---- requests that another engine had ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", range(1, 9))
+@pytest.mark.parametrize("on", [(), ("chunked_prefill", "prefix_cache")])
+def test_a_resumed_request_gives_the_rest_of_its_answer(harness, given: int, on: tuple[str, ...]) -> None:
+    settings = {"chunked_prefill": {"mode": "fixed", "chunk_size": 4}}
+    plain = harness(on=on, settings=settings)
+    plain.add("a", 10, max_tokens=9)
+    plain.run()
+    assert len(plain.tokens["a"]) == 9
+    h = harness(on=on, settings=settings)
+    h.add("a", 10, max_tokens=9, resumed=Resumed(tokens=plain.tokens["a"][:given]))
+    h.run()
+    assert h.tokens["a"] == plain.tokens["a"][given:]
+    assert h.finished["a"].reason == plain.finished["a"].reason
+    assert h.inputs[0].new[0].num_prompt_tokens == 10
+    chunks = -(-(10 + given) // 4) if on else 1
+    assert len(h.plans) == chunks + 9 - given - 1
+
+
+def test_prompt_logprobs_that_went_out_do_not_go_out_again(harness) -> None:
+    """Nor are any lost: the prompt is run again, in other chunks."""
+    plain = harness(plugins=(Scorer,), on=("scorer",))
+    plain.add("a", 10, max_tokens=2, fields={"score": 1})
+    plain.run()
+    for sent in range(10):
+        h = harness(
+            plugins=(Scorer,),
+            on=("scorer", "chunked_prefill"),
+            settings={"chunked_prefill": {"mode": "fixed", "chunk_size": 3}},
+        )
+        h.add("a", 10, max_tokens=2, fields={"score": 1}, resumed=Resumed(prompt_logprobs=sent))
+        h.run()
+        assert len(h.plans) == 5, "four chunks and a token"
+        assert h.prompt_logprobs.get("a", []) == plain.prompt_logprobs["a"][sent:]

@@ -1,0 +1,271 @@
+"""Blame and recovery by themselves, with an engine that is a few lines: whoever poisons it ends, and nobody else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from engine_harness import request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenbus.core.front.journal import Journal
+from tokenbus.core.front.quarantine import TAKEN_IN, Quarantine
+from tokenbus.core.front.recovery import Recovery
+from tokenbus.core.host import PluginHost
+from tokenbus.core.messages import Add, Finish, StepBegins
+from tokenbus.core.request import AdmittedRequest
+
+AT_INTAKE = -1
+"""Where a request kills the engine: as it is taken in, or when it has so many new tokens."""
+
+
+def test_suspects_are_tried_in_turn_and_ended_only_for_dying_alone_twice_at_one_position():
+    quarantine = Quarantine()
+    assert quarantine.blame({}) is None
+    assert quarantine.next() is None
+    assert quarantine.blame({"a": (4, 5), "b": (6, 7)}) is None
+    assert (len(quarantine), quarantine.next(), "b" in quarantine) == (2, "a", True)
+    assert quarantine.blame({"a": (0, 3)}) is None
+    assert quarantine.next() == "b", "who died alone goes last"
+    quarantine.clear("b")
+    assert quarantine.blame({"a": (3, 5)}) is None, "another position"
+    assert quarantine.blame({"a": TAKEN_IN}) is None, "yet another"
+    assert quarantine.blame({"a": (2, 3)}) == "a", "part of the first"
+    assert (len(quarantine), quarantine.next()) == (0, None)
+
+
+def test_a_token_in_between_takes_the_blame_away():
+    quarantine = Quarantine()
+    for _ in range(5):
+        assert quarantine.blame({"a": (4, 5)}) is None
+        quarantine.clear("a")
+    for run in (TAKEN_IN, (4, 5)):
+        assert quarantine.blame({"a": run}) is None
+    assert quarantine.blame({"a": (0, 5)}) == "a"
+
+
+@dataclass
+class Engine:
+    """Runs everything it has in each step, prompts in chunks; one token each once the prompt is done."""
+
+    poison: dict[str, int]
+    chunk: int
+    inside: dict[str, AdmittedRequest] = field(default_factory=dict)
+    known: dict[str, int] = field(default_factory=dict)
+    run: dict[str, int] = field(default_factory=dict)
+    taken: int = 0
+
+    def add(self, request: AdmittedRequest) -> bool:
+        """Whether it lives on."""
+        if self.poison.get(request.request_id) == AT_INTAKE:
+            return False
+        self.taken += 1
+        self.inside[request.request_id] = request
+        self.known[request.request_id] = len(request.prompt) + (len(request.resumed.tokens) if request.resumed else 0)
+        self.run[request.request_id] = 0
+        return True
+
+    def begins(self, step_id: int) -> StepBegins:
+        self.chunk = self.chunk % 40 + 1  # another one in each step
+        runs = {name: (self.run[name], min(self.known[name], self.run[name] + self.chunk)) for name in self.inside}
+        return StepBegins(step_id=step_id, runs=runs, taken=self.taken)
+
+    def dies(self, step: StepBegins) -> bool:
+        return any(
+            last == self.known[name] and self._new(name) == self.poison.get(name, -2) for name, (_, last) in step.runs.items()
+        )
+
+    def _new(self, name: str) -> int:
+        return self.known[name] - len(self.inside[name].prompt)
+
+    def finish(self, step: StepBegins) -> tuple[dict[str, int], dict[str, Finish]]:
+        tokens: dict[str, int] = {}
+        ends: dict[str, Finish] = {}
+        for name, (_, last) in step.runs.items():
+            self.run[name] = last
+            if last < self.known[name]:
+                continue
+            tokens[name] = 1000 + self._new(name)
+            self.known[name] += 1
+            admitted = self.inside[name]
+            until = admitted.resumed.until if admitted.resumed else None
+            if self._new(name) >= min(admitted.max_tokens, admitted.max_tokens if until is None else until):
+                ends[name] = Finish(reason="length")
+                del self.inside[name]
+        return tokens, ends
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12),
+    poison=st.dictionaries(st.integers(0, 11), st.integers(AT_INTAKE, 11), max_size=4),
+    chunk=st.integers(1, 40),
+    outside=st.sets(st.integers(0, 60), max_size=4),
+    late=st.dictionaries(st.integers(0, 80), st.tuples(st.integers(1, 30), st.integers(1, 12)), max_size=4),
+    batch=st.integers(1, 12),
+    cancels=st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=4),
+)
+def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
+    lengths: list[tuple[int, int]],
+    poison: dict[int, int],
+    chunk: int,
+    outside: set[int],
+    late: dict[int, tuple[int, int]],
+    batch: int,
+    cancels: dict[int, int],
+):
+    """outside: steps before which somebody kills the engine, whatever it does; late: requests that come at such steps; batch: of those
+    that are there from the beginning, so many are handed over at once; cancels: who is given up by its client, and when."""
+    journal = Journal()
+    inbox: list[AdmittedRequest] = []
+    alone_and_killed: list[set[str]] = []
+
+    def post(message: Add) -> bool:
+        inbox.extend(message.requests)
+        return True
+
+    recovery = Recovery(journal, PluginHost("front"), post)
+    everything = {f"r{i}": (prompt, tokens) for i, (prompt, tokens) in enumerate(lengths)}
+    poisoned = {f"r{i}": at for i, at in poison.items() if i < len(lengths) and at < lengths[i][1]}
+    given_out: dict[str, list[int]] = {name: [] for name in everything}
+    errors: set[str] = set()
+    finished: set[str] = set()
+    left: set[str] = set()
+
+    def end(name: str, finish: Finish) -> None:
+        journal.end(name)
+        recovery.ended(name)
+        {"error": errors, "cancelled": left, "length": finished}[finish.reason].add(name)
+
+    def cancel(name: str) -> bool:
+        """Whether the engine must be told."""
+        entry = journal.get(name)
+        if entry is None or entry.cancel_reason is not None:
+            return False
+        entry.cancel_reason = "cancelled"
+        if recovery.holds(name):
+            end(name, recovery.cancelled(name))
+            return False
+        return True
+
+    def admit(names: list[str]) -> None:
+        made = [request(name, list(range(1, everything[name][0] + 1)), everything[name][1]) for name in names]
+        journal.admit(made)
+        recovery.submit(made)
+
+    recovery.started()
+    names = list(everything)
+    for first in range(0, len(names), batch):
+        admit(names[first : first + batch])
+    engine, deaths, step_id = Engine(poisoned, chunk), 0, 0
+    while len(journal) or any(at > step_id for at in late):
+        step_id += 1
+        assert step_id < 5000
+        if step_id in late:
+            name = f"late{step_id}"
+            everything[name], given_out[name] = late[step_id], []
+            admit([name])
+        given_up = f"r{cancels[step_id]}" if step_id in cancels else ""
+        told = cancel(given_up)
+        alive = all(engine.add(inbox.pop(0)) for _ in range(len(inbox)))
+        if (
+            alive
+            and told
+            and engine.inside.pop(given_up, None)
+            and (finish := recovery.finished(given_up, Finish(reason="cancelled")))
+        ):
+            end(given_up, finish)
+        step = None
+        if alive and engine.inside:
+            step = engine.begins(step_id)
+            recovery.step_begins(step)
+            alive = not engine.dies(step)
+        if alive and step_id in outside:
+            alive = False
+            alone_and_killed.append(set(engine.inside))
+        if not alive:
+            deaths += 1
+            inbox.clear()
+            for name, finish in recovery.died("it died").items():
+                assert finish.error is None or "twice at the same position" in finish.error.message
+                end(name, finish)
+            engine = Engine(poisoned, chunk)
+            recovery.started()
+        elif step is not None:
+            tokens, ends = engine.finish(step)
+            for name, token in tokens.items():
+                recovery.emitted(name, [token], None)
+                given_out[name].append(token)
+            for name, given_back in ends.items():
+                if (finish := recovery.finished(name, given_back)) is not None:
+                    end(name, finish)
+        assert recovery.advance() == {}
+    unlucky = {name for names in alone_and_killed if len(names) == 1 for name in names}
+    assert poisoned.keys() - left <= errors <= poisoned.keys() | unlucky
+    assert finished == everything.keys() - errors - left
+    assert len(left) <= len(cancels)
+    for name in finished:
+        assert given_out[name] == [1000 + i for i in range(everything[name][1])]
+    assert deaths <= 3 * len(poisoned) + 2 * len(outside)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "stop"])
+def test_a_request_given_up_while_it_is_being_given_back_ends(reason: str):
+    journal, posted = Journal(), []
+    recovery = Recovery(journal, PluginHost("front"), lambda message: posted.append(message) or True)
+    made = [request(name, [1], 9) for name in ("a", "b")]
+    journal.admit(made)
+    recovery.submit(made)
+    recovery.step_begins(StepBegins(step_id=1, runs={"a": (0, 1), "b": (0, 1)}, taken=2))
+    assert recovery.died("x") == {}
+    recovery.started()
+    recovery.advance()
+    (again,) = posted[-1].requests
+    assert (again.request_id, again.resumed.until) == ("a", 1)
+    entry = journal.get("a")
+    assert entry is not None
+    entry.cancel_reason = reason
+    recovery.emitted("a", [5], None)
+    finish = recovery.finished("a", Finish(reason="length"))
+    assert finish is not None
+    assert finish.reason == reason
+
+
+def test_suspects_go_in_one_at_a_time_for_a_token_and_then_everybody():
+    journal, posted = Journal(), []
+    recovery = Recovery(journal, PluginHost("front"), lambda message: posted.append(message.requests) or True)
+
+    def admit(*names: str) -> None:
+        made = [request(name, [1, 2], 9) for name in names]
+        journal.admit(made)
+        recovery.submit(made)
+
+    def sent() -> list[tuple[str, list[int], int | None]]:
+        assert recovery.advance() == {}
+        out = [(r.request_id, r.resumed.tokens, r.resumed.until) if r.resumed else (r.request_id, [], None) for (r,) in posted]
+        posted.clear()
+        return out
+
+    admit("a", "b", "waits")
+    posted.clear()
+    recovery.step_begins(StepBegins(step_id=1, runs={"a": (0, 2), "b": (0, 2)}, taken=3))
+    recovery.emitted("a", [7], None)
+    recovery.emitted("b", [8], None)
+    assert recovery.died("x") == {}
+    assert sent() == [], "no engine yet"
+    recovery.started()
+    assert sent() == [("a", [7], 2)]
+    admit("new")
+    assert sent() == [], "one at a time"
+    recovery.step_begins(StepBegins(step_id=1, runs={"a": (0, 3)}, taken=1))
+    recovery.emitted("a", [9], None)
+    assert len(recovery.quarantine) == 1, "its token has cleared it"
+    assert recovery.finished("a", Finish(reason="length")) is None
+    assert sent() == [("b", [8], None)], "the last one stays"
+    recovery.step_begins(StepBegins(step_id=2, runs={"b": (0, 3)}, taken=2))
+    assert sent() == []
+    recovery.emitted("b", [9], None)
+    assert len(recovery.quarantine) == 0
+    assert sent() == [("a", [7, 9], None), ("waits", [], None), ("new", [], None)]
+    assert not any(recovery.holds(name) for name in ("a", "b", "waits", "new"))
