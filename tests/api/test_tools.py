@@ -235,6 +235,7 @@ async def test_fields_that_ask_for_nothing(api, fields):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
 async def test_forced_calls_need_the_plugin_that_holds_to_a_grammar(api, choice):
+    api.engine.switches = api.engine.host.change_switches(api.engine.switches, {"structured": False})
     answer = await api.chat("hi", tools=[ADD], tool_choice=choice)
     assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "tool_choice", "FeatureOffError")
     assert "needs the plugin 'structured'" in answer.error["message"]
@@ -245,7 +246,7 @@ async def test_forced_calls_need_the_plugin_that_holds_to_a_grammar(api, choice)
 class Structured(Plugin):
     """Claims what a plugin with grammars would; the engine here writes what it is told to anyway."""
 
-    info = PluginInfo(name="structured", summary="x", scope="step", lossless=False, claims={"structured_outputs"})
+    info = PluginInfo(name="test.structured", summary="x", scope="step", lossless=False, claims={"structured_outputs"})
 
     @hookimpl
     def check_fields(self, fields, request):
@@ -258,8 +259,8 @@ class Structured(Plugin):
 async def grammar(api):
     host = api.engine.host
     host.add(Structured)
-    api.engine.switches = host.change_switches(api.engine.switches, {"structured": True})
-    host.load({"structured"})
+    api.engine.switches = host.change_switches(api.engine.switches, {"structured": False, "test.structured": True})
+    host.load({"test.structured"})
     return api
 
 
@@ -314,8 +315,8 @@ async def test_a_forced_call_that_the_prompt_would_begin_with_a_thought(serve):
     async with serve(template=THINK) as api:
         host = api.engine.host
         host.add(Structured)
-        api.engine.switches = host.change_switches(api.engine.switches, {"structured": True})
-        host.load({"structured"})
+        api.engine.switches = host.change_switches(api.engine.switches, {"structured": False, "test.structured": True})
+        host.load({"test.structured"})
         message, _ = await both(
             api,
             f'[{{"name": "add", "arguments": {ARGUMENTS}}}]',

@@ -150,13 +150,13 @@ def test_what_others_wrote_is_used_if_allowed(tiny_stand):
 def test_the_demo_model_copies(demo_stand):
     """Real text that repeats itself, real logits: most drafts of `ngram` are right, and sampling is seeded."""
     draw = random.Random(2)
-    passage = [draw.randrange(100, 40000) for _ in range(40)]
-    asks = [Ask(prompt=passage * 3, max_tokens=40, fields={"ignore_eos": True, "logprobs": 2})]
-    asks += [Ask(prompt=passage * 3 + passage[:5], max_tokens=30, temperature=0.6, seed=5, fields={"ignore_eos": True})]
+    passage = [draw.randrange(100, 40000) for _ in range(24)]
+    asks = [Ask(prompt=passage * 3, max_tokens=24, fields={"ignore_eos": True, "logprobs": 2})]
+    asks += [Ask(prompt=passage * 3 + passage[:5], max_tokens=16, temperature=0.6, seed=5, fields={"ignore_eos": True})]
     truth = [demo_stand.run([ask], off=OFF, threads=1).answers[0] for ask in asks]
     outcome = demo_stand.run(asks, on=("speculative.ngram",))
-    assert outcome.counters["speculative.ngram.accepted_tokens"] > 20
-    assert outcome.steps < 50
+    assert outcome.counters["speculative.ngram.accepted_tokens"] > 10
+    assert outcome.steps < 25
     same(outcome.answers, truth, "copying")
     oracle = [Ask(**(vars(ask) | {"seed": ask.seed})) for ask in asks]
     for ask, answer in zip(oracle, truth, strict=True):
