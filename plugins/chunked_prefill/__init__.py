@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.2
 """Weight of the newest measurement."""
+FARTHEST = 2.0
+"""Times the mean that a step of many more decodes than were seen is thought to take at most."""
+MOST_DECODES = 0.6
+"""Share of a step with prompts that is put down to its decodes at most: no guess makes prompt tokens look free."""
 FIRST_SLOPE = 0.2
 """Share of a step's time that is thought to grow with the number of decodes, until steps of different numbers were seen."""
 OLDEST_SHARE = 4
@@ -70,7 +74,8 @@ class StepTimes:
             return None
         slope = self._common / self._spread if self._spread > 0.01 * self._count else FIRST_SLOPE * self._seconds / self._count
         slope = min(max(slope, 0.0), self._seconds / self._count)
-        return max(self._seconds + slope * (count - self._count), 0.5 * self._seconds)
+        found = self._seconds + slope * (count - self._count)
+        return min(max(found, 0.5 * self._seconds), FARTHEST * self._seconds)
 
     def learn(self, num_requests: int, prompt_tokens: int, seconds: float) -> None:
         if not prompt_tokens:
@@ -84,7 +89,7 @@ class StepTimes:
             self._seconds += SMOOTHING * longer
             return
         if num_requests > 1 and (decodes := self.decode_step(num_requests - 1)) is not None:
-            seconds = max(seconds - decodes, 0.1 * seconds)
+            seconds -= min(decodes, MOST_DECODES * seconds)
         self.prompt_token = _smooth(self.prompt_token, seconds / prompt_tokens)
 
 
