@@ -41,7 +41,8 @@ SMOOTHING = 0.2
 FARTHEST = 2.0
 """Times the mean that a step of many more decodes than were seen is thought to take at most."""
 MOST_DECODES = 0.6
-"""Share of a step with prompts that is put down to its decodes at most: no guess makes prompt tokens look free."""
+"""Share of a step with prompts that is put down to its decodes at most (nor is more than was seen without prompts): no guess makes prompt
+tokens look free."""
 FIRST_SLOPE = 0.2
 """Share of a step's time that is thought to grow with the number of decodes, until steps of different numbers were seen."""
 OLDEST_SHARE = 4
@@ -89,7 +90,7 @@ class StepTimes:
             self._seconds += SMOOTHING * longer
             return
         if num_requests > 1 and (decodes := self.decode_step(num_requests - 1)) is not None:
-            seconds -= min(decodes, MOST_DECODES * seconds)
+            seconds -= min(decodes, self._seconds, MOST_DECODES * seconds)
         self.prompt_token = _smooth(self.prompt_token, seconds / prompt_tokens)
 
 
