@@ -18,7 +18,6 @@ import random
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -28,6 +27,7 @@ from typing import Any
 from tokenbus.core.config import CacheConfig, Config, ModelConfig
 from tokenbus.core.selftest.cells import Oracle, describe
 from tokenbus.core.selftest.stand import Answer, Ask, Outcome, Stand
+from tokenbus.core.selftest.tiny import make_tiny
 
 FEW = {"logit_bias": {"9": 60, "10": 60, "11": 60, "12": 58}, "logprobs": 1}
 """Text of a few ids repeats itself, with exceptions: proposers are sometimes right."""
@@ -85,8 +85,7 @@ class Runner:
         self.stand = stand
         self.asks = [ask for kind in KINDS.values() for ask in asks_of(kind)]
         self.plain = [self._play([ask], Way(0, False, "", False, True, 1)).answers[0] for ask in self.asks]
-        for ask, answer in zip(self.asks, self.plain, strict=True):
-            Oracle.answers[Oracle.key(ask.prompt, ask.choice, ask.seed, ask.temperature)] = answer.tokens
+        Oracle.learn(self.asks, self.plain)
 
     def _play(self, asks: list[Ask], way: Way) -> Outcome:
         off = ((), ("prefix_cache",))[not way.cache] + ((), ("chunked_prefill",))[not way.chunk]
@@ -130,27 +129,6 @@ def missing(way: Way, outcomes: list[Outcome], asks: int) -> list[str]:
         "batch mates": not way.together or max(outcome.largest_batch for outcome in outcomes) > 1,
     }
     return [name for name, did in happened.items() if not did]
-
-
-def make_tiny(folder: Path) -> Path:
-    """A random Llama whose attention is peaked, so that every effect on a logit shows."""
-    import torch
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=7, pad_token_id=None,
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = transformers.LlamaForCausalLM(config)
-        generator = torch.Generator().manual_seed(5)
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
-        model.save_pretrained(folder)
-    return folder
 
 
 def main() -> None:

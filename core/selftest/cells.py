@@ -6,7 +6,7 @@ Each way also has to show, from a count of its own, that it happened: a chunk, a
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -51,21 +51,25 @@ class Oracle(Plugin):
 
     info = PluginInfo(name="selftest.oracle", summary="proposes known answers", scope="request", lossless=True)
     answers: ClassVar[dict[tuple[Any, ...], list[int]]] = {}
+    mistakes: ClassVar[float] = 0.2
+    """Share of wrong drafts."""
 
     def __init__(self, settings: Any, role: Any) -> None:
         super().__init__(settings, role)
         self._draw = random.Random(4)  # noqa: S311 - repeatable, not secret
 
-    @staticmethod
-    def key(prompt: list[int], choice: int, seed: int, temperature: float) -> tuple[Any, ...]:
-        return (tuple(prompt), choice, seed, temperature)
+    @classmethod
+    def learn(cls, asks: Sequence[Ask], answers: Sequence[Answer]) -> None:
+        """What it will propose for these requests."""
+        for ask, answer in zip(asks, answers, strict=True):
+            cls.answers[(tuple(ask.prompt), ask.choice, ask.seed, ask.temperature)] = answer.tokens
 
     @hookimpl
     def propose_drafts(self, request: Request, most: int) -> list[int]:
         asked = request.admitted
-        answer = self.answers.get(self.key(asked.prompt, asked.choice, asked.seed, asked.temperature), [])
+        answer = self.answers.get((tuple(asked.prompt), asked.choice, asked.seed, asked.temperature), [])
         rest = answer[request.num_output : request.num_output + self._draw.randint(0, most)]
-        return [token if self._draw.random() > 0.2 else max(0, token - 1) for token in rest]
+        return [token if self._draw.random() >= self.mistakes else max(0, token - 1) for token in rest]
 
 
 class SelfTest:
@@ -98,8 +102,7 @@ class SelfTest:
         known = {name for name in PLAIN_OFF if name in self.stand.names}
         off = tuple(sorted(known))
         self.plain = [self.stand.run([ask], off=off, threads=1).answers[0] for ask in self.asks]
-        for ask, answer in zip(self.asks, self.plain, strict=True):
-            Oracle.answers[Oracle.key(ask.prompt, ask.choice, ask.seed, ask.temperature)] = answer.tokens
+        Oracle.learn(self.asks, self.plain)
         for way, run, fired in self._ways(off):
             outcome = run()
             yield from self._cells(way, outcome, fired(outcome))

@@ -3,38 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any, ClassVar
 
 import pytest
 from equivalence_stand import Ask
 from test_switches import KINDS, OFF, prompts, same
 
-from tokenbus.core.plugin import Plugin, PluginInfo, hookimpl
+from tokenbus.core.selftest.cells import Oracle
 
 LENGTHS = (1, 15, 16, 31, 70)
-
-
-class Oracle(Plugin):
-    """Knows each answer, and proposes it with mistakes: right drafts, then maybe wrong ones."""
-
-    info = PluginInfo(name="test.oracle", summary="", scope="request", lossless=True)
-    truth: ClassVar[dict[tuple[Any, ...], list[int]]] = {}
-    mistakes: ClassVar[float] = 0.3
-
-    def __init__(self, settings, role) -> None:
-        super().__init__(settings, role)
-        self._draw = random.Random(4)
-
-    @staticmethod
-    def key(prompt, choice, seed, temperature) -> tuple[Any, ...]:
-        return (tuple(prompt), choice, seed, temperature)
-
-    @hookimpl
-    def propose_drafts(self, request, most):
-        admitted = request.admitted
-        truth = self.truth[self.key(admitted.prompt, admitted.choice, admitted.seed, admitted.temperature)]
-        rest = truth[request.num_output : request.num_output + self._draw.randint(0, most)]
-        return [token if self._draw.random() > self.mistakes else (token + 1) % 250 for token in rest]
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +25,21 @@ def asks():
 @pytest.fixture(scope="module")
 def alone(tiny_stand, asks):
     answers = [tiny_stand.run([ask], off=OFF, threads=1).answers[0] for ask in asks]
-    for ask, answer in zip(asks, answers, strict=True):
-        Oracle.truth[Oracle.key(ask.prompt, ask.choice, ask.seed, ask.temperature)] = answer.tokens
+    Oracle.learn(asks, answers)
     return answers
 
 
 def with_oracle(stand, asks, **options):
-    outcome = stand.run(asks, on=("test.oracle",), plugins=(Oracle,), **options)
-    proposed, accepted = (outcome.counters[f"test.oracle.{name}"] for name in ("proposed_tokens", "accepted_tokens"))
+    outcome = stand.run(asks, on=("selftest.oracle",), plugins=(Oracle,), **options)
+    proposed, accepted = (outcome.counters[f"selftest.oracle.{name}"] for name in ("proposed_tokens", "accepted_tokens"))
     assert 0 < accepted < proposed, "nothing was accepted, or nothing rejected"
     return outcome
 
 
 def test_one_by_one(tiny_stand, asks, alone):
     for ask, truth in zip(asks[::3], alone[::3], strict=True):
-        outcome = tiny_stand.run([ask], off=OFF, on=("test.oracle",), plugins=(Oracle,))
-        assert outcome.counters["test.oracle.accepted_tokens"] > 0
+        outcome = tiny_stand.run([ask], off=OFF, on=("selftest.oracle",), plugins=(Oracle,))
+        assert outcome.counters["selftest.oracle.accepted_tokens"] > 0
         assert outcome.steps < 24
         same(outcome.answers, [truth], f"{ask}")
 
@@ -72,8 +47,11 @@ def test_one_by_one(tiny_stand, asks, alone):
 @pytest.mark.parametrize("mistakes", [0.0, 0.1, 0.5])
 def test_all_at_once(tiny_stand, asks, alone, mistakes, monkeypatch):
     monkeypatch.setattr(Oracle, "mistakes", mistakes)
-    outcome = tiny_stand.run(asks, on=("test.oracle",), plugins=(Oracle,))
-    accepted, proposed = outcome.counters["test.oracle.accepted_tokens"], outcome.counters["test.oracle.proposed_tokens"]
+    outcome = tiny_stand.run(asks, on=("selftest.oracle",), plugins=(Oracle,))
+    accepted, proposed = (
+        outcome.counters["selftest.oracle.accepted_tokens"],
+        outcome.counters["selftest.oracle.proposed_tokens"],
+    )
     assert 0 < accepted <= proposed
     assert (accepted == proposed) == (mistakes == 0)
     same(outcome.answers, alone, f"{mistakes} of the drafts wrong")
@@ -95,13 +73,8 @@ def test_with_preemption(tiny_stand):
         for prompt in prompts((12, 13, 14, 15))
     ]
     truth = [tiny_stand.run([ask], off=OFF, threads=1).answers[0] for ask in growing]
-    known = dict(Oracle.truth)
-    for ask, answer in zip(growing, truth, strict=True):
-        Oracle.truth[Oracle.key(ask.prompt, ask.choice, ask.seed, ask.temperature)] = answer.tokens
-    try:
-        outcome = with_oracle(tiny_stand, growing, blocks=17)
-    finally:
-        Oracle.truth = known
+    Oracle.learn(growing, truth)
+    outcome = with_oracle(tiny_stand, growing, blocks=17)
     assert outcome.preempted > 1
     same(outcome.answers, truth, "drafts, preempted")
 
@@ -159,6 +132,5 @@ def test_the_demo_model_copies(demo_stand):
     assert outcome.steps < 25
     same(outcome.answers, truth, "copying")
     oracle = [Ask(**(vars(ask) | {"seed": ask.seed})) for ask in asks]
-    for ask, answer in zip(oracle, truth, strict=True):
-        Oracle.truth[Oracle.key(ask.prompt, ask.choice, ask.seed, ask.temperature)] = answer.tokens
+    Oracle.learn(oracle, truth)
     same(with_oracle(demo_stand, oracle, chunk=17).answers, truth, "known answers with mistakes, chunks of 17")

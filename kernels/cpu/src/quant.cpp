@@ -8,8 +8,18 @@
 
 namespace {
 
+#if defined(TB_X86)
+tb_quant_kernels with_tiles() {
+  tb_quant_kernels made = tb_quant_avx512vnni;
+  made.product[TB_I8] = tb_int8_tiles;
+  return made;
+}
+#endif
+
 const tb_quant_kernels& kernels() {
 #if defined(TB_X86)
+  static const tb_quant_kernels amx = with_tiles();
+  if (tb_isa() == TB_AMX) return amx;
   if (tb_isa() >= TB_AVX512VNNI) return tb_quant_avx512vnni;
   if (tb_isa() >= TB_AVX2) return tb_quant_avx2;
 #endif
@@ -48,7 +58,6 @@ void compute(const Product& p, const tb_quant_kernels& use, int row, int rows, i
     if (first >= last) continue;
     const int skipped = (first - segment.tile) * TB_TILE_N;
     tb_block b{};
-    [[maybe_unused]] const bool tiles = segment.format == TB_I8 && tb_isa() == TB_AMX;
     b.w = segment.data + (first - segment.tile) * segment.tile_bytes;
     b.tile_bytes = segment.tile_bytes;
     b.tiles = last - first;
@@ -62,12 +71,6 @@ void compute(const Product& p, const tb_quant_kernels& use, int row, int rows, i
     b.bias = w.bias ? w.bias + size_t(first) * TB_TILE_N : nullptr;
     b.out_dtype = p.out_dtype;
     b.store = p.store;
-#if defined(TB_X86)
-    if (tiles) {
-      tb_int8_tiles(&b);
-      continue;
-    }
-#endif
     use.product[segment.format](&b);
   }
 }
