@@ -94,6 +94,7 @@ class ServerConfig(Section, frozen=True):
         "chunked_prefill",
         "prefix_cache",
         "reasoning",
+        "speculative.draft_model",
         "speculative.ngram",
         "speculative.suffix",
     )

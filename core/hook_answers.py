@@ -19,6 +19,7 @@ from .plugin import PluginInfo
 from .policy import SchedulingPolicy
 from .request import StopRule
 from .worker.attention import AttentionBackend, KVLayout
+from .worker.side import SideModel
 
 Check = Callable[[Any, Mapping[str, Any], PluginInfo], str | None]
 
@@ -170,6 +171,30 @@ def _propose_drafts(answer: Any, arguments: Mapping[str, Any], _info: PluginInfo
     return None if wrong is None else f"proposed {wrong!r:.40}, which is no token id"
 
 
+def _drafts_after_step(answer: Any, arguments: Mapping[str, Any], info: PluginInfo) -> str | None:
+    if not isinstance(answer, Mapping):
+        return f"answered a {type(answer).__name__}, not a mapping of request ids to token ids"
+    step = arguments["step"]
+    asked = {run.request.request_id: run for run in step.runs}
+    for request_id, drafts in answer.items():
+        if request_id not in asked:
+            return f"proposed drafts for {request_id!r:.80}, which is none of its requests in this step"
+        if problem := _propose_drafts(drafts, {"most": step.most if asked[request_id].sampled else 0}, info):
+            return problem
+    return None
+
+
+def _side_model(answer: Any, _arguments: Mapping[str, Any], info: PluginInfo) -> str | None:
+    if isinstance(answer, Refusal):
+        return _refusal(answer)
+    if not isinstance(answer, SideModel):
+        return f"answered a {type(answer).__name__}, neither a SideModel nor a Refusal"
+    sizes = (answer.weights_bytes, answer.kv_bytes_per_token, answer.fixed_bytes)
+    if not all(is_int(size) and size >= 0 for size in sizes):
+        return f"a side model's sizes must be numbers of bytes, got {sizes!r:.80}"
+    return None if info.resident else "only a plugin that is `resident` may have a side model"
+
+
 def _quantization(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
     if isinstance(answer, Refusal):
         return _refusal(answer)
@@ -229,6 +254,8 @@ CHECKS: dict[str, Check] = {
     "match_prefix": _match_prefix,
     "limit_chunk": _limit_chunk,
     "propose_drafts": _propose_drafts,
+    "drafts_after_step": _drafts_after_step,
+    "side_model": _side_model,
     "quantization": _quantization,
     "kv_layout": _kv_layout,
     "attention_backend": _attention_backend,

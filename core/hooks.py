@@ -42,7 +42,7 @@ switched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .plugin import hookspec
@@ -64,11 +64,13 @@ if TYPE_CHECKING:
     )
     from .kv.pool import BlockPool
     from .models.linears import Linears, ModelToLoad, Refusal
+    from .models.sizing import ModelSize
     from .output import OutputParser
     from .plan import StepPlan, StepResult, TokenLogprobs
     from .policy import SchedulingPolicy
     from .request import Request, StopRule
     from .worker.attention import AttentionBackend, KVLayout
+    from .worker.side import SideModel, StepRan
     from .worker.state import SampleRow, WorkerRequestState
 
 
@@ -301,10 +303,21 @@ def kv_layout(layout: KVLayout) -> KVLayout | Refusal | None:
     ...
 
 
+@hookspec
+def side_model(model: str, block_size: int, size_of: Callable[[str], ModelSize]) -> SideModel | Refusal | None:
+    """Worker, engine-wide, compute. Once, before the cache is allocated (and once in `tokenbus plan-memory`): another model that the
+    plugin runs beside the served one, which is called `model`, with K/V in the same blocks of `block_size` tokens (core/worker/side.py).
+    size_of: what a model, by directory, hub id or GGUF file, takes with the server's dtype. No weights are read in here. Only for plugins
+    that are `resident`: asked when they are on at start, and loaded from then on, switched on or off.
+
+    Refusal: the server does not start. None: it needs none."""
+    ...
+
+
 @hookspec(firstresult=True)
 def attention_backend(layout: KVLayout) -> AttentionBackend | None:
-    """Worker, slot "attention", compute. Once when the plugin takes the slot. None: it can't serve this layout (and the slot falls
-    back to core's). A backend that raises in a step ends the requests of that step, and the plugin is switched off."""
+    """Worker, slot "attention", compute. Once when the plugin takes the slot, and once for each side model's layout. None: it can't serve
+    this layout (and core's is used). A backend that raises in a step ends the requests of that step, and the plugin is switched off."""
     ...
 
 
@@ -340,5 +353,17 @@ def token_logprobs(
 
     raw: float32 [len(rows), vocab_size], the model's logits. processed: what was sampled from (after temperature and filters), None
     for prompt rows. token_ids: the token that stands at each row's position. One entry for each row, None where there is nothing to say.
+    """
+    ...
+
+
+@hookspec
+def drafts_after_step(step: StepRan) -> Mapping[str, Sequence[int]] | None:
+    """Worker, per request, compute. After each step's sampling, with those of its requests that ran in it, prompt chunks included: by
+    request id, token ids that may follow `request.tokens`, at most `step.most` and none for a request that sampled nothing.
+
+    For proposers that run a model, or look at hidden states or at what a mask allows. They are verified in the next step like those of
+    `propose_drafts`, which is not asked for a request that has some from here; of several plugins', the first one's count, so a
+    `tryfirst` is for drafts that are certain. `drafts_verified` tells the plugin's instance in the engine; here the next call shows it.
     """
     ...

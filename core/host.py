@@ -126,6 +126,8 @@ class PluginHost:
         self.sources: dict[str, str] = {}
         self.broken: dict[str, PluginLoadError] = {}
         self.loaded: dict[str, Plugin] = {}
+        self.at_start: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+        """What the configuration enables and disables."""
         self._settings = {name: dict(values) for name, values in (settings or {}).items()}
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hooks)
@@ -239,6 +241,8 @@ class PluginHost:
                     f"{name!r} is chosen at start (scope engine): restart with --{'enable' if wish else 'disable'} {name}"
                 )
             if wish:
+                if info.resident and name not in self.residents(now.on):
+                    raise ConflictError(f"{name!r} takes memory that is shared out at start: restart with --enable {name}")
                 on.add(name)
                 reasons.pop(name, None)
             elif name in on:
@@ -269,6 +273,10 @@ class PluginHost:
             if info.slot is not None and theirs.slot == info.slot:
                 return f"its slot {info.slot!r} is held by {other!r}"
         return None
+
+    def residents(self, on: Iterable[str] = ()) -> frozenset[str]:
+        """Plugins that keep memory which was shared out at start, of `on` and of those that the configuration has on."""
+        return frozenset(n for n in {*self.start_switches(*self.at_start).on, *on} if self.info(n).resident)
 
     def kernels(self, on: Iterable[str]) -> str:
         """What decides the bits of K/V: the lossy holders of the slot "attention", and the lossy plugins of scope "engine", which are part
@@ -433,5 +441,6 @@ def make_host(role: Role, config: Any) -> PluginHost:
     """A host with its catalogue filled as `config` says. Nothing is loaded yet."""
     host = PluginHost(role, config.plugins)
     host.discover(config.features.load)
+    host.at_start = config.features.enable, config.features.disable
     host.check_settings()
     return host

@@ -102,6 +102,13 @@ class Kernels(msgspec.Struct, frozen=True, kw_only=True):
     """The slot's holder could not give a backend: core's computes in its place."""
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """What a plugin in the worker proposes for a request's next step."""
+
+    plugin: str
+    tokens: list[int]
+
+
 class StepResult(msgspec.Struct, kw_only=True):
     """What a step gave. A request appears in at most one of `sampled` and `errors`."""
 
@@ -114,8 +121,10 @@ class StepResult(msgspec.Struct, kw_only=True):
     """For prompt positions run in this step: position i of the step predicts prompt token i+1; the first token has no entry."""
     errors: dict[str, ErrorInfo] = {}
     """Requests that failed alone (a plugin raised on them)."""
+    drafts: dict[str, Drafts] = {}
+    """What `drafts_after_step` proposes behind the tokens in `sampled`, for the next plan."""
     phases: dict[str, float] = {}
-    """Seconds by phase: "prepare", "forward", "logits", "sample"; plus "cpu" (the worker's process or thread CPU time)."""
+    """Seconds by phase: "prepare", "forward", "logits", "sample", "draft"; plus "cpu" (the worker's process or thread CPU time)."""
     bytes_moved: int = 0
     """Weights plus K/V read and written, as the model's arithmetic says (not a hardware counter)."""
     flops: int = 0

@@ -23,7 +23,7 @@ import pluggy
 
 PROJECT = "tokenbus"
 ENTRY_POINT_GROUP = "tokenbus.plugins"
-HOOK_API_VERSION = (1, 1)
+HOOK_API_VERSION = (1, 2)
 """(major, minor). A plugin made for another major version is refused; a newer minor version too."""
 
 Scope = Literal["request", "step", "engine"]
@@ -40,8 +40,8 @@ class PluginInfo:
     """What a plugin declares about itself. Immutable."""
 
     __slots__ = (
-        "api_version", "claims", "conflicts", "default", "enforces", "lossless", "name", "requires", "resumable", "scope", "slot",
-        "summary",
+        "api_version", "claims", "conflicts", "default", "enforces", "lossless", "name", "requires", "resident", "resumable", "scope",
+        "slot", "summary",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class PluginInfo:
         slot: Slot | None = None,
         default: bool = False,
         resumable: bool = True,
+        resident: bool = False,
         api_version: tuple[int, int] = HOOK_API_VERSION,
     ) -> None:
         """
@@ -71,6 +72,8 @@ class PluginInfo:
         slot: exactly one plugin is active in a slot; swapping is atomic. default: on unless switched off.
         resumable: when an engine dies, `request_added` and `worker_request_added` of the next one can rebuild all that it knew of a
             request, from the request's tokens and fields. If not, requests that need it and have begun to answer end with an error.
+        resident: it takes memory that is shared out at start (`side_model`). It can be switched only if it was on at start; while it is
+            off, the worker's instance stays.
         """
         put = object.__setattr__
         put(self, "name", name)
@@ -84,6 +87,7 @@ class PluginInfo:
         put(self, "slot", slot)
         put(self, "default", default)
         put(self, "resumable", resumable)
+        put(self, "resident", resident)
         put(self, "api_version", tuple(api_version))
 
     def __setattr__(self, name: str, value: object) -> None:

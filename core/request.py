@@ -11,6 +11,7 @@ from .plugin import Stash
 
 if TYPE_CHECKING:
     from .host import HookTable
+    from .plan import Drafts
 
 
 class Resumed(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +84,7 @@ class Request:
     __slots__ = (
         "admitted", "arrival", "blocks", "cached_tokens", "capacity", "choice", "computed", "deadline", "features", "fields",
         "finish", "hooks", "kernels", "limit", "notes", "num_prompt", "pinned", "preemptions", "prompt_logits", "prompt_logprobs_sent",
-        "request_id", "stash", "status", "stop_ids", "stop_min_len", "tokens", "worker_knows",
+        "proposed", "request_id", "stash", "status", "stop_ids", "stop_min_len", "tokens", "worker_knows",
     )  # fmt: skip
 
     def __init__(self, admitted: AdmittedRequest, hooks: HookTable) -> None:
@@ -121,6 +122,8 @@ class Request:
         self.notes: dict[str, str] = {}
         """What really applied and why not, by plugin name; part of the response's `tokenbus` object."""
         self.stash = Stash()
+        self.proposed: tuple[int, Drafts] | None = None
+        """What the worker proposed, and the length of `tokens` that it follows."""
         self.worker_knows = False
         self.finish: str | None = None
         if admitted.resumed is not None:

@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
         _with_plugins(resolved, config, host, on) if _may_change_sizes(host, on) else model_size(resolved, config.model.dtype)
     )
     longest = min(size.max_model_len, config.model.max_model_len or size.max_model_len)
-    free = max(0, free_memory() - size.weights_bytes)
+    free = max(0, free_memory() - size.weights_bytes - size.fixed_bytes)
     memory = plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, longest)
     if arguments.json:
         print(
@@ -47,13 +47,13 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
 
 
 def _may_change_sizes(host: PluginHost, on: frozenset[str]) -> bool:
-    return any(host.info(name).scope == "engine" and not host.info(name).lossless for name in on)
+    return any((host.info(name).scope == "engine" and not host.info(name).lossless) or host.info(name).resident for name in on)
 
 
 def _with_plugins(resolved: ResolvedModel, config: Config, host: PluginHost, on: frozenset[str]) -> ModelSize:
     """As the worker will have it, or ModelError as it would raise it."""
     from ..models.loader import describe
-    from ..models.slot import choose_layout, choose_linears
+    from ..models.slot import choose_layout, choose_linears, choose_sides
 
     host.load(on)
     settings = config.model
@@ -62,4 +62,10 @@ def _with_plugins(resolved: ResolvedModel, config: Config, host: PluginHost, on:
     layout = choose_layout(
         host, on, resolved.name, plain_layout(resolved, settings.dtype, settings.device, config.cache.block_size)
     )
-    return dataclasses.replace(size, kv_bytes_per_token=layout.bytes_per_token)
+    sides = choose_sides(host, host.residents(on), resolved.name, settings.dtype, config.cache.block_size)
+    return dataclasses.replace(
+        size,
+        weights_bytes=size.weights_bytes + sum(side.weights_bytes for side in sides),
+        kv_bytes_per_token=layout.bytes_per_token + sum(side.kv_bytes_per_token for side in sides),
+        fixed_bytes=sum(side.fixed_bytes for side in sides),
+    )

@@ -42,6 +42,8 @@ class ModelSize:
     weights_bytes: int
     kv_bytes_per_token: int
     max_model_len: int
+    fixed_bytes: int = 0
+    """Of side models, beside weights and K/V."""
 
 
 @dataclass(frozen=True, slots=True)

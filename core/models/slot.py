@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ..host import PluginHost
     from ..worker.attention import KVLayout
+    from ..worker.side import SideModel
     from .linears import Linears, ModelToLoad
 
 
@@ -41,6 +42,24 @@ def choose_layout(host: PluginHost, on: Iterable[str], model: str, layout: KVLay
             raise _refused(model, impl.plugin, "kv_layout", answer)
         layout = answer or layout
     return layout
+
+
+def choose_sides(host: PluginHost, residents: Iterable[str], model: str, dtype: str, block_size: int) -> list[SideModel]:
+    """What the plugins run beside the model; nothing of it is loaded. dtype: the setting. Raises as `choose_linears` does."""
+    from .resolve import resolve
+    from .sizing import model_size
+
+    sides = []
+    for impl in host.table(frozenset(residents)).side_model:
+        try:
+            answer = impl(model=model, block_size=block_size, size_of=lambda path: model_size(resolve(path), dtype))
+        except PluginError as error:
+            raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
+        if isinstance(answer, Refusal):
+            raise _refused(model, impl.plugin, "side_model", answer)
+        if answer is not None:
+            sides.append(answer)
+    return sides
 
 
 def _refused(model: str, plugin: str, hook: str, answer: Refusal | None) -> ModelError:

@@ -140,6 +140,9 @@ class Scheduler:
         self._advance(plan, result, output, now)
         if self._builder.drafts:
             self._settle_drafts(result, now)
+        for request_id, drafts in result.drafts.items():
+            if (request := self.batch.requests.get(request_id)) is not None:
+                request.proposed = len(request.tokens), drafts
         hooks = self.live.engine_hooks
         for impl in hooks.step_finished:
             self.batch.call_engine_wide(impl, plan=plan, result=result, seconds=seconds)

@@ -1,7 +1,7 @@
 """How one step's plan is made. One pass, in this order, within one token budget:
 
     1. decodes           every running request that has one token to run; blocks for all of them at once
-       drafts            what `propose_drafts` gives for them, as far as budget and free blocks go
+       drafts            what the worker or `propose_drafts` gives for them, as far as budget and free blocks go
     2. running prompts   chunks, oldest first, as large as `limit_chunk` allows
     3. waiting requests  in the policy's order, as long as blocks, batch and budget have room
 
@@ -70,7 +70,7 @@ class StepBuilder:
             waiting=len(batch.line),
         )
         if not self._starved:
-            self._plan_drafts([r for r in batch.running if r.hooks.propose_drafts and r.request_id in num_tokens], now)
+            self._plan_drafts([r for r in batch.running if _may_have_drafts(r) and r.request_id in num_tokens], now)
         if batch.line or len(num_tokens) < len(batch.running):
             self._plan_prompts(now, least=0)
             if not num_tokens:
@@ -184,6 +184,11 @@ class StepBuilder:
                 view.budget -= len(drafts)
 
     def _proposed(self, request: Request, most: int) -> list[int]:
+        if request.proposed is not None:
+            (length, drafts), request.proposed = request.proposed, None
+            if length == len(request.tokens) and drafts.plugin in request.features:
+                self.proposers[request.request_id] = drafts.plugin
+                return drafts.tokens[:most]
         for impl in request.hooks.propose_drafts:
             if drafts := impl(request=request, most=most):
                 self.proposers[request.request_id] = impl.plugin
@@ -357,3 +362,7 @@ class StepBuilder:
                 prompt_logits=request.prompt_logits,
             )
         )
+
+
+def _may_have_drafts(request: Request) -> bool:
+    return request.proposed is not None or bool(request.hooks.propose_drafts)

@@ -40,6 +40,8 @@ class Ask:
     fields: dict[str, Any] = field(default_factory=dict)
     at_step: int = 0
     """It arrives before this step."""
+    without: tuple[str, ...] = ()
+    """Plugins that it has switched off for itself."""
 
 
 @dataclass
@@ -192,6 +194,7 @@ class Stand:
 
     def _admit(self, ask: Ask, features: tuple[str, ...]) -> AdmittedRequest:
         self._serial += 1
+        features = tuple(name for name in features if name not in ask.without)
         fields = dict(ask.fields)
         context = AdmissionContext(
             prompt_len=len(ask.prompt),

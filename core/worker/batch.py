@@ -28,31 +28,49 @@ class Run(NamedTuple):
         return self.drafts + 1 if self.request.computed + self.n == len(self.request.tokens) else 0
 
 
+class Piece(NamedTuple):
+    """Tokens of one sequence to run, whose K/V goes into its blocks."""
+
+    tokens: Sequence[int]
+    first: int
+    """Position of the first of them."""
+    blocks: list[int]
+    """The block table: covers at least first + len(tokens) tokens."""
+
+
 def build(runs: Sequence[Run], layout: KVLayout) -> ForwardBatch:
     """The batch of at least one run, in the order given. Block tables are the requests' own lists: not to be changed."""
+    return ragged(
+        [Piece(r.tokens[r.computed : r.computed + count], r.computed, r.blocks) for r, count, _ in runs],
+        layout,
+    )
+
+
+def ragged(pieces: Sequence[Piece], layout: KVLayout) -> ForwardBatch:
+    """The batch of at least one piece, in the order given."""
     block_size = layout.block_size
-    total = sum(run.n for run in runs)
+    total = sum(len(piece.tokens) for piece in pieces)
     flat = np.empty((3, total), dtype=np.int64)  # token ids, positions, slots
     query_start, context_len, tables = [0], [], []
     start = 0
-    for request, count, _ in runs:
-        done = request.computed
+    for tokens, done, table in pieces:
+        count = len(tokens)
         if count == 1:
-            flat[0, start] = request.tokens[done]
+            flat[0, start] = tokens[0]
             flat[1, start] = done
-            flat[2, start] = request.blocks[done // block_size] * block_size + done % block_size
+            flat[2, start] = table[done // block_size] * block_size + done % block_size
         else:
             end = start + count
             positions = flat[1, start:end]
             positions[:] = np.arange(done, done + count)
             first = done // block_size
-            blocks = np.asarray(request.blocks[first : (done + count - 1) // block_size + 1], dtype=np.int64)
-            flat[0, start:end] = request.tokens[done : done + count]
+            blocks = np.asarray(table[first : (done + count - 1) // block_size + 1], dtype=np.int64)
+            flat[0, start:end] = tokens
             flat[2, start:end] = blocks[positions // block_size - first] * block_size + positions % block_size
         start += count
         query_start.append(start)
         context_len.append(done + count)
-        tables.append(request.blocks)
+        tables.append(table)
     ids, positions, slots = torch.from_numpy(flat).to(layout.device).unbind(0)
     return ForwardBatch(ids, positions, AttentionBatch(query_start, context_len, tables, slots))
 

@@ -8,7 +8,7 @@ import structlog
 
 from ..errors import TokenbusError, plain_text
 from ..host import HookTable, Impl, PluginHost
-from ..models.slot import choose_layout, choose_linears
+from ..models.slot import choose_layout, choose_linears, choose_sides
 from ..plan import WorkerRequest
 from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
 from .state import WorkerRequestState
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..models.linears import Linears, ModelToLoad
+    from .side import SideModel
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +33,9 @@ class WorkerPlugins:
         self._backend: AttentionBackend | None = None
         self.slot_error: TokenbusError | None = None
         """Why the attention slot's holder could not give a backend; core's computes in its place."""
+        self._residents: frozenset[str] = frozenset()
+        self.sides: list[SideModel] = []
+        """What runs beside the served model."""
 
     @property
     def order(self) -> HookTable:
@@ -39,7 +43,12 @@ class WorkerPlugins:
         return self.host.table(frozenset(self.host.loaded))
 
     def start(self) -> None:
-        self.host.load(self.features)
+        self._residents = self.host.residents(self.features)
+        self.host.load(self.features | self._residents)
+
+    def make_sides(self, model: str, dtype: str, block_size: int) -> None:
+        """Fill `sides`; nothing of theirs is loaded yet."""
+        self.sides = choose_sides(self.host, self._residents, model, dtype, block_size)
 
     def added(self, order: WorkerRequest) -> HookTable:
         """The request's hooks. Raises PluginLoadError when one of its plugins can't be loaded here."""
@@ -73,8 +82,8 @@ class WorkerPlugins:
 
     def release(self) -> None:
         """Unload what nobody uses any more; cheap when there is nothing to do."""
-        if self.host.loaded.keys() - self.features:
-            self.host.release_unused(self.features.union(*self._of_request.values()))
+        if self.host.loaded.keys() - self.features - self._residents:
+            self.host.release_unused((self.features | self._residents).union(*self._of_request.values()))
 
     def linears(self, model: ModelToLoad) -> Linears | None:
         """Who makes the model's matrix products; see `slot.choose_linears`."""
@@ -93,13 +102,18 @@ class WorkerPlugins:
             self._holder = holder
         return self._backend
 
-    def _from_plugin(self, holder: str | None, layout: KVLayout) -> AttentionBackend | None:
+    def attention_beside(self, layout: KVLayout) -> AttentionBackend:
+        """What serves a side model's layout: the slot's present holder, or core's backend."""
+        return self._from_plugin(self.host.holder("attention", self.features), layout, beside=True) or _default_backend()
+
+    def _from_plugin(self, holder: str | None, layout: KVLayout, *, beside: bool = False) -> AttentionBackend | None:
         for impl in self.host.table(frozenset({holder} if holder else ())).attention_backend:
             try:
                 backend = impl(layout=layout)
             except TokenbusError as error:
                 log.exception("attention_backend_failed", plugin=holder)
-                self.slot_error = error
+                if not beside:
+                    self.slot_error = error
                 return None
             if backend is not None and layout.quantized and not backend.quantized_kv:
                 self.slot_error = impl.failure(f"{backend.name!r} can't read the int8 K/V cache that another plugin asks for")
@@ -107,7 +121,7 @@ class WorkerPlugins:
                 return None
             if backend is not None:
                 return GuardedAttention(backend, impl)
-            log.warning("attention_backend_declined", plugin=holder)
+            log.warning("attention_backend_declined", plugin=holder, side_model=beside)
         return None
 
 

@@ -7,6 +7,7 @@ run(order)
   logits     LM head on the rows that sample: of each request whose last known token was run, that one's and its drafts'
   sample     core's sampler with the plugins' hooks; drafts that are equal are accepted     (sampler.sample)
   prompts    LM head and token_logprobs over prompt rows of requests that want them, PROMPT_TILE rows at a time
+  propose    what plugins in the worker propose for the next step                          (after.propose)
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
+import msgspec
 import structlog
 import torch
 
@@ -28,11 +29,13 @@ from ..kv.sizing import free_memory
 from ..models.base import CausalModel, KVCache
 from ..models.linears import ChooseLinears
 from ..plan import Kernels, StepInput, StepResult, TokenLogprobs, WorkerRequest
-from . import batch
+from . import after, batch
 from .attention import AttentionBackend, KVLayout
 from .base import WorkerInfo
 from .batch import Run
+from .paged import make_cache
 from .plugins import WorkerPlugins
+from .side import Beside, Ran, StepRan
 from .state import SampleRow, WorkerRequestState
 from .threads import available_cores
 from .vocabulary import LazyVocabulary
@@ -43,14 +46,11 @@ PROMPT_TILE = 32
 """Prompt rows whose logits exist at the same time."""
 SAMPLE_TILE = 128
 """Rows that are sampled together at most, which bounds the memory of their logits."""
-ALIGNMENT = 64
-"""Bytes; a cache line and an AVX-512 register."""
-
 ModelLoader = Callable[[Config, ChooseLinears], tuple[str, CausalModel]]
 """Gives the model's name and the loaded model; raises ModelError."""
 
 
-def load_model(config: Config, choose: ChooseLinears) -> tuple[str, CausalModel]:
+def load_model(config: Config, choose: ChooseLinears | None) -> tuple[str, CausalModel]:
     from ..models.loader import load
     from ..models.resolve import resolve
 
@@ -102,6 +102,8 @@ class ModelRunner:
         lossless, reason = self._lossless(model, layout)
         attention = self.plugins.attention(layout)
         self._told_attention = attention if self.plugins.slot_error is None else None  # None: the first step tells
+        self._load_sides(name, model, layout)
+        sides = self.plugins.sides
         probed = time.perf_counter()
         limits = measure_limits(layout.dtype)
         spec = model.spec
@@ -112,9 +114,9 @@ class ModelRunner:
             vocab_size=spec.vocab_size,
             max_model_len=spec.max_model_len,
             eos_token_ids=spec.eos_token_ids,
-            weights_bytes=spec.weights_bytes,
-            kv_bytes_per_token=layout.bytes_per_token,
-            free_bytes=free_memory(),
+            weights_bytes=spec.weights_bytes + sum(side.weights_bytes for side in sides),
+            kv_bytes_per_token=layout.bytes_per_token + sum(side.kv_bytes_per_token for side in sides),
+            free_bytes=max(0, free_memory() - sum(side.fixed_bytes for side in sides)),
             lossless=lossless,
             lossless_reason=reason,
             phases={
@@ -135,11 +137,29 @@ class ModelRunner:
             return False, f"attention backend {backend.name!r} is not batch invariant"
         return model.numerics_probe()
 
+    def _load_sides(self, name: str, model: CausalModel, layout: KVLayout) -> None:
+
+        def at(path: str) -> Config:
+            return msgspec.structs.replace(self.config, model=msgspec.structs.replace(self.config.model, model=path))
+
+        self.plugins.make_sides(name, self.config.model.dtype, layout.block_size)
+        beside = Beside(
+            spec=model.spec,
+            layout=layout,
+            vocabulary=self._context.vocabulary,
+            logits=self._head,
+            load=lambda path: load_model(at(path), choose=None)[1],
+            vocabulary_of=lambda path, spec: LazyVocabulary(path, lambda: spec)(),
+            attention=self.plugins.attention_beside,
+        )
+        for side in self.plugins.sides:
+            side.load(beside)
+
     def allocate(self, num_blocks: int) -> None:
-        """Make the K/V tensors: zeros, whose pages the operating system provides as they are first written."""
-        layout = self._loaded()[1]
-        shapes = layout.shapes(num_blocks)
-        self._kv = KVCache([_zeros(s, layout) for s in shapes], [_zeros(s, layout) for s in shapes])
+        """Make the K/V tensors."""
+        self._kv = make_cache(self._loaded()[1], num_blocks)
+        for side in self.plugins.sides:
+            side.allocate(num_blocks)
 
     def _loaded(self) -> tuple[CausalModel, KVLayout]:
         if self._model is None or self._layout is None:
@@ -189,6 +209,7 @@ class ModelRunner:
         tiles = _sampling_tiles(runs)
         result.flops = batch.flops(runs, layout, model.spec, prompt_rows + sum(run.rows for run in runs))
         result.bytes_moved = batch.bytes_moved(runs, layout, model.spec, head_calls + len(tiles))
+        firsts = [run.request.computed for run in runs]
         for request, n, _ in runs:
             request.computed += n
         in_head = 0.0
@@ -207,7 +228,36 @@ class ModelRunner:
         }
         if prompt_rows:
             result.phases["prompt_logprobs"] = prompted - ran
+        if any(run.request.hooks.drafts_after_step for run in runs):
+            sampled = time.perf_counter()
+            self._propose(runs, firsts, starts, hidden, result, sampled - started)
+            result.phases["draft"] = time.perf_counter() - sampled
         return result
+
+    def _propose(
+        self, runs: list[Run], firsts: list[int], starts: list[int], hidden: torch.Tensor, result: StepResult, seconds: float
+    ) -> None:
+        """Fill `result.drafts`. firsts: what each request had computed before the step."""
+        ran = []
+        for run, first, start in zip(runs, firsts, starts, strict=False):
+            request = run.request
+            if request.request_id in result.errors:
+                continue
+            rows = hidden[start : start + request.computed - first]
+            ran.append(Ran(request, first, rows, run.drafts, len(result.sampled.get(request.request_id, ()))))
+        step = StepRan(
+            runs=ran,
+            most=self.config.scheduler.max_drafts,
+            num_requests=len(runs),
+            num_tokens=starts[-1],
+            decode_only=all(first >= run.request.num_prompt_tokens for run, first in zip(runs, firsts, strict=True)),
+            seconds=seconds,
+        )
+        result.drafts, errors = after.propose(step, self.plugins.order)
+        for request_id, error in errors.items():
+            result.sampled.pop(request_id, None)
+            result.logprobs.pop(request_id, None)
+            self._fail(request_id, error, result)
 
     def _attention(self, model: CausalModel, layout: KVLayout, result: StepResult) -> AttentionBackend:
         """The backend for this step; the result says so when it is another one than before."""
@@ -229,9 +279,14 @@ class ModelRunner:
         for request_id, blocks in order.new_blocks.items():
             if request_id in self._requests:
                 self._requests[request_id].blocks.extend(blocks)
+                self._handed_out(blocks)
         if order.features is not None:
             self._switch(order.features, result)
         self.plugins.release()
+
+    def _handed_out(self, blocks: list[int]) -> None:
+        for side in self.plugins.sides:
+            side.handed_out(blocks)
 
     def _switch(self, features: tuple[str, ...], result: StepResult) -> None:
         """A plugin that can't be loaded here fails the step: the engine then switches it off again."""
@@ -251,6 +306,7 @@ class ModelRunner:
         try:
             request = WorkerRequestState(new, self.plugins.added(new))
             self._requests[new.request_id] = request
+            self._handed_out(request.blocks[new.num_computed // self._loaded()[1].block_size :])
             for impl in request.hooks.worker_request_added:
                 impl(request=request, worker=self._context)
         except TokenbusError as error:
@@ -381,13 +437,3 @@ def _sampling_tiles(runs: Sequence[Run]) -> list[list[int]]:
         tiles[-1].append(i)
         room -= run.rows
     return tiles
-
-
-def _zeros(shape: tuple[int, ...], layout: KVLayout) -> torch.Tensor:
-    dtype = torch.int8 if layout.quantized else layout.dtype
-    if layout.device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=layout.device)
-    size = int(np.prod(shape)) * dtype.itemsize
-    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)  # calloc: lazily
-    offset = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[offset : offset + size]).view(dtype).view(shape)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ..plugin import Stash
 
 if TYPE_CHECKING:
+    import torch
+
     from ..host import HookTable
     from ..plan import WorkerRequest
 
@@ -35,6 +37,19 @@ class WorkerRequestState:
         self.prompt_logits = order.prompt_logits
         self.hooks = hooks
         self.stash = Stash()
+
+    def draw(self, logits: torch.Tensor, position: int) -> int:
+        """The id that its own random numbers and temperature choose from a row of logits [vocab_size] at a position; masks, penalties and
+        filters are left out. For drafts: where two models find the same token likely, they draw the same."""
+        from ..rng import sample
+        from ..sampler import MIN_TEMPERATURE
+
+        values = logits.float().cpu().contiguous().numpy()
+        if self.temperature < MIN_TEMPERATURE:
+            return int(values.argmax())
+        values = values - values.max()
+        values /= values.dtype.type(self.temperature)
+        return sample(values, self.seed, position, self.choice)
 
 
 @dataclass(frozen=True, slots=True)

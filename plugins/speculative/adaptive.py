@@ -54,8 +54,9 @@ class StepCost:
         ):
             setattr(self, name, FORGET * getattr(self, name) + value)
 
-    def threshold(self, requests: int) -> float:
-        """The least probability at which a draft pays, with so many requests decoding (one token each without drafts)."""
+    def threshold(self, requests: int, extra: float = 0.0) -> float:
+        """The least probability at which a draft pays, with so many requests decoding (one token each without drafts). extra: seconds
+        that it takes to propose one draft for each of them."""
         if not self._weight:
             return FIRST_ROW
         mean_tokens, mean_seconds = self._tokens / self._weight, self._seconds / self._weight
@@ -66,7 +67,7 @@ class StepCost:
             row = FIRST_ROW * mean_seconds / mean_tokens
         row = min(max(row, 0.002 * mean_seconds / mean_tokens), mean_seconds / mean_tokens)
         plain = max(mean_seconds + row * (requests - mean_tokens), row * requests)
-        return min(1.0, row * requests / plain)
+        return min(1.0, (row * requests + extra) / plain)
 
 
 class Record:
@@ -101,14 +102,14 @@ class Length:
         self._wait = 0
         """Steps until drafts are tried again."""
 
-    def wanted(self, most: int, threshold: float) -> int:
-        """0 ... most."""
+    def wanted(self, most: int, threshold: float, pause: int = SHORT_PAUSE) -> int:
+        """0 ... most. pause: steps left out where drafts don't pay."""
         if self._wait > 0:
             self._wait -= 1
             return 0
         share = min(self._record.share(self._all.share(0.5)), 0.995)
         if share <= threshold:
-            self._wait = SHORT_PAUSE
+            self._wait = pause
             return 1
         return min(most, self._cap, max(1, int(math.log(threshold) / math.log(share))) if threshold > 0 else most)
 

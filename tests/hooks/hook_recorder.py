@@ -11,6 +11,7 @@ from tokenbus import Plugin, PluginInfo, hookimpl
 from tokenbus.core.contexts import Route
 from tokenbus.core.host import HOOK_NAMES
 from tokenbus.core.policy import FcfsPolicy
+from tokenbus.core.worker.side import SideModel
 
 
 class RecorderSettings(msgspec.Struct, frozen=True):
@@ -184,6 +185,34 @@ class RecorderProducts(_Noting):
         return made(getattr(torch, model.dtype))
 
 
+class NoModel(SideModel):
+    weights_bytes = kv_bytes_per_token = 0
+
+    def load(self, beside):
+        assert beside.spec.vocab_size
+
+    def allocate(self, num_blocks):
+        assert num_blocks == 8
+
+    def handed_out(self, blocks):
+        assert all(0 <= block < 8 for block in blocks)
+
+
+class RecorderSide(_Noting):
+    info = PluginInfo(name="recorder.side", summary="notes its calls", scope="request", lossless=True, resident=True)
+
+    @hookimpl
+    def side_model(self, model, block_size, size_of):
+        self.note("side_model")
+        assert size_of("demo").kv_bytes_per_token > 0
+        return NoModel()
+
+    @hookimpl
+    def drafts_after_step(self, step):
+        self.note("drafts_after_step")
+        return {run.request.request_id: [5] for run in step.runs if run.sampled and len(run.request.tokens) % 2}
+
+
 ACTOR = {
     "front": {
         "front_started",
@@ -199,11 +228,13 @@ ACTOR = {
     "worker": {
         "quantization",
         "kv_layout",
+        "side_model",
         "attention_backend",
         "worker_request_added",
         "adjust_logits",
         "filter_logits",
         "token_logprobs",
+        "drafts_after_step",
     },
 }
 ACTOR["engine"] = set(HOOK_NAMES) - ACTOR["front"] - ACTOR["worker"]

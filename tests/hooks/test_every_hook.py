@@ -16,7 +16,7 @@ from tokenbus.core import hooks
 from tokenbus.core.errors import FeatureOffError
 from tokenbus.core.host import HOOK_NAMES
 
-PLUGINS = ("recorder", "recorder.policy", "recorder.attention", "recorder.products")
+PLUGINS = ("recorder", "recorder.policy", "recorder.attention", "recorder.products", "recorder.side")
 ONLY_OVER_HTTP = {"http_routes", "reasoning_parser", "tool_parser"}
 """Covered by tests/api, with a server."""
 
@@ -31,6 +31,7 @@ def noted(tmp_path_factory):
         "hook_recorder:RecorderPolicy",
         "hook_recorder:RecorderAttention",
         "hook_recorder:RecorderProducts",
+        "hook_recorder:RecorderSide",
     )
     with LLM("demo", dtype="float32", max_model_len=256, num_blocks=8, load=load, enable=PLUGINS, plugins=settings) as llm:
         plain = llm.generate("One two three four", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]

@@ -25,6 +25,7 @@ PLUGINS_MAY_USE = {
     "core.hooks",
     "core.kv.pool",
     "core.messages",
+    "core.models.base",
     "core.models.config",
     "core.models.cpu_linears",
     "core.models.linears",
@@ -37,6 +38,8 @@ PLUGINS_MAY_USE = {
     "core.request",
     "core.worker.attention",
     "core.worker.cpu_attention",
+    "core.worker.paged",
+    "core.worker.side",
     "core.worker.state",
     "core.worker.torch_attention",
 }
