@@ -363,7 +363,8 @@ def drafts_after_step(step: StepRan) -> Mapping[str, Sequence[int]] | None:
     request id, token ids that may follow `request.tokens`, at most `step.most` and none for a request that sampled nothing.
 
     For proposers that run a model, or look at hidden states or at what a mask allows. They are verified in the next step like those of
-    `propose_drafts`, which is not asked for a request that has some from here; of several plugins', the first one's count, so a
-    `tryfirst` is for drafts that are certain. `drafts_verified` tells the plugin's instance in the engine; here the next call shows it.
+    `propose_drafts`, whose answer takes their place only if it begins with them and is longer. Of several plugins' here the first one's
+    count, so a `tryfirst` is for drafts that are all but certain. `drafts_verified` tells the plugin's instance in the engine; here the
+    next call shows what became of them.
     """
     ...

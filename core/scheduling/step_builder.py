@@ -184,16 +184,20 @@ class StepBuilder:
                 view.budget -= len(drafts)
 
     def _proposed(self, request: Request, most: int) -> list[int]:
+        """The worker's drafts; or, if they are none or its beginning, the first answer of a plugin here."""
+        given: list[int] = []
         if request.proposed is not None:
             (length, drafts), request.proposed = request.proposed, None
             if length == len(request.tokens) and drafts.plugin in request.features:
                 self.proposers[request.request_id] = drafts.plugin
-                return drafts.tokens[:most]
+                given = drafts.tokens[:most]
         for impl in request.hooks.propose_drafts:
-            if drafts := impl(request=request, most=most):
+            if answer := impl(request=request, most=most):
+                if len(answer) <= len(given) or list(answer[: len(given)]) != given:
+                    break
                 self.proposers[request.request_id] = impl.plugin
-                return list(drafts)
-        return []
+                return list(answer)
+        return given
 
     def _fitting(self, request: Request, drafts: list[int]) -> list[int]:
         """Those that there are blocks for, which are taken."""

@@ -4,12 +4,14 @@ front   check_fields    which of them, and is it well-formed          (fields.py
         prepare_fields  each keyword enforced or refused (schema.py), then compiled by a process that can be killed (compiler.py)
 worker  compiled again, beside the first step, and cached             (masks.py)
         adjust_logits   ids that the grammar does not allow are banned, after every bias
+        drafts_after_step   what the grammar forces next is proposed; where it forces nothing, the next mask is made ahead
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from ...core.contexts import AdmissionContext, WorkerContext
     from ...core.plugin import Role
+    from ...core.worker.side import StepRan
     from ...core.worker.state import SampleRow, WorkerRequestState
     from .masks import Grammars, Progress
 
@@ -40,6 +43,8 @@ class StructuredSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """MiB that compiling one grammar may take."""
     cache_entries: PositiveInt = 256
     """Grammars that are kept compiled, and refusals that are remembered."""
+    jump_forward: bool = True
+    """Text that the grammar forces is proposed as drafts: verified like all others, several tokens a step."""
 
 
 STATE: StashKey[Progress] = StashKey("structured")
@@ -66,6 +71,7 @@ class Structured(Plugin):
         )
         self.grammars: Grammars | None = None
         """The worker's."""
+        self._ahead = ThreadPoolExecutor(1, "masks")
 
     # ---- front ------------------------------------------------------------------------------------------------------------------
 
@@ -135,3 +141,17 @@ class Structured(Plugin):
                 )
             seen.add(request.request_id)
             self.grammars.rows += 1  # pyright: ignore[reportOptionalMemberAccess]
+
+    @hookimpl(tryfirst=True)
+    def drafts_after_step(self, step: StepRan) -> dict[str, list[int]]:
+        drafts: dict[str, list[int]] = {}
+        for run in step.runs:
+            if not run.sampled:
+                continue
+            request = run.request
+            state, output = request.stash[STATE], request.tokens[request.num_prompt_tokens :]
+            if self.settings.jump_forward and (forced := state.forced(output, step.most)):
+                drafts[request.request_id] = forced
+            else:
+                state.look_ahead(output, self._ahead)
+        return drafts

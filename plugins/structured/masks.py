@@ -6,9 +6,9 @@ after a preemption or a restart everything is built again from the tokens.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,12 +71,22 @@ class Progress:
         self._matcher: Any = None
         self._consumed: list[int] = []
         """Output tokens that the matcher has seen."""
+        self._made: deque[tuple[list[int], np.ndarray]] = deque(maxlen=2)
+        """Outputs and masks of late."""
+        self._pending: Future[Any] | None = None
+        """A mask in the making: nothing else is to be asked before it is done."""
         self._ended = False
         """The last output followed is a complete text and an end token."""
 
     def mask(self, output: Sequence[int]) -> np.ndarray | None:
-        """Which ids may follow `output` (the request's tokens without the prompt): bool [vocab_size]. None when `output` does not fit the
-        grammar itself. DeadEndError when nothing may follow."""
+        """Which ids may follow `output` (the request's tokens without the prompt): bool [vocab_size], not to be changed. None when `output`
+        does not fit the grammar itself. DeadEndError when nothing may follow."""
+        self._settle()
+        output = list(output)
+        known = next((mask for at, mask in self._made if at == output), None)
+        return self._mask(output) if known is None else known
+
+    def _mask(self, output: Sequence[int]) -> np.ndarray | None:
         if not self._follow(output):
             return None
         vocabulary = self._grammars.words()[1]
@@ -87,24 +97,35 @@ class Progress:
         if self._matcher.is_error() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
             self._matcher = None
             raise DeadEndError("the grammar allows nothing here: it can't be satisfied any more, or has become too complex")
-        return np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+        self._made.append((list(output), mask))
+        return mask
 
-    def forced(self, output: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Tokens that should follow `output`, at most `most`; and how many of them, from the first, certainly do: no other id may stand
-        there, whatever the model says. The rest is the usual way to write a text that is forced, which the model may write in other
-        tokens. For drafts; asking changes nothing."""
-        certain: list[int] = []
-        while len(certain) < most:
-            allowed = self._allowed([*output, *certain])
-            if len(allowed) != 1:
-                break
-            certain.append(allowed[0])
-            if self._is_end(allowed[0]):
-                return certain, len(certain)
-        rest: list[int] = []
-        if len(certain) < most and self._follow([*output, *certain]) and not self._ended:
-            rest = self._spelled(self._matcher.compute_ff_bytes())
-        return [*certain, *rest][:most], len(certain)
+    def forced(self, output: Sequence[int], most: int) -> list[int]:
+        """For drafts: tokens that should follow `output`, at most `most`; asking changes nothing. A text that is forced is spelled as the
+        tokenizer would. Its last token may be the beginning of a longer one, which reaches behind the forced text: it is left out, unless
+        no other may stand there."""
+        self._settle()
+        if not self._follow(output) or self._ended:
+            return []
+        text = self._matcher.compute_ff_bytes()
+        if not text and not self._matcher.is_accepting():
+            return []
+        spelled = self._spelled(text)
+        if len(spelled) > most:
+            return spelled[:most]
+        sure, last = spelled[:-1], spelled[-1:]
+        allowed = self._allowed([*output, *sure]) if len(sure) < most else []
+        return [*sure, *allowed] if len(allowed) == 1 and last in ([], allowed) else sure
+
+    def _settle(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def look_ahead(self, output: Sequence[int], pool: Executor) -> None:
+        """Have the mask behind `output` made on a thread of the pool, for `mask` to find."""
+        self._pending = pool.submit(self._allowed, list(output))
 
     def _spelled(self, text: bytes) -> list[int]:
         """The tokenizer's own tokens for a text, as far as it gives back its bytes."""
@@ -120,13 +141,10 @@ class Progress:
 
     def _allowed(self, output: Sequence[int]) -> list[int]:
         try:
-            mask = self.mask(output)
+            mask = self._mask(output)
         except DeadEndError:
             return []
         return [] if mask is None else np.flatnonzero(mask).tolist()
-
-    def _is_end(self, token: int) -> bool:
-        return token in self._grammars.words()[1].eos_token_ids
 
     def _follow(self, output: Sequence[int]) -> bool:
         """Bring the matcher behind `output`; False when that is no beginning of a text of the grammar."""

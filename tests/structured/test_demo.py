@@ -13,6 +13,7 @@ import pytest
 from tokenbus import LLM, SamplingParams
 from tokenbus.core.errors import FieldError, RequestError
 from tokenbus.core.front.events import RequestRecord
+from tokenbus.core.messages import StepReport
 
 PERSON = {
     "type": "object",
@@ -198,3 +199,29 @@ def test_refusals_name_the_field(client):
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="demo", prompt="x", extra_body={"guided_json": {}})
     assert bad.value.param == "guided_json"
+
+
+def test_text_that_is_forced_takes_fewer_steps(llm):
+    """Jump-forward: the same tokens and logprobs, drafts that are right, fewer steps."""
+    schema = {
+        "type": "object",
+        "properties": {"identification_number": {"enum": [7, 8]}, "department_of_origin": {"enum": ["north", "south"]}},
+        "required": ["identification_number", "department_of_origin"],
+        "additionalProperties": False,
+    }
+    params = {"structured_outputs": {"json": schema}, "logprobs": 1, "temperature": 0.8, "seed": 3}
+
+    def counted(model):
+        reports: list[StepReport] = []
+        model._portal.call(lambda: model._service.bus.listen(reports.append, StepReport))
+        answer = run(model, **params)[0].outputs[0]
+        steps = [report for report in reports if report.num_requests]
+        return answer, len(steps), sum(report.counters.get("structured.accepted_tokens", 0) for report in steps)
+
+    with LLM("demo", max_model_len=512, num_blocks=128, plugins={"structured": {"jump_forward": False}}) as plain:
+        truth, slow, none = counted(plain)
+    answer, quick, accepted = counted(llm)
+    assert (answer.token_ids, answer.logprobs) == (truth.token_ids, truth.logprobs)
+    assert none == 0
+    assert accepted >= 4
+    assert quick <= slow - accepted + 1  # the last token accepted is the end, behind which nothing is saved

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import structured_kit as kit
@@ -84,16 +86,31 @@ def test_a_dead_end_says_so_and_the_state_goes_on():
 
 
 def test_forced_tokens():
-    assert kit.progress("json", SCHEMA).forced([], 20)[1] == 0  # "{" may also be the beginning of a longer token
+    assert kit.progress("json", SCHEMA).forced([], 20) == []  # "{" may also be the beginning of a longer token
     state = kit.progress("regex", "abc(d|e)fg")
-    assert state.forced([], 10) == (list(b"abc"), 3)
-    assert state.forced([], 2) == (list(b"ab"), 2)
-    assert state.forced(list(b"abcd"), 10) == ([*b"fg"], 2)  # either end token may come then
-    assert state.forced(list(b"abc"), 10) == ([], 0)
-    assert state.forced(list(b"zz"), 10) == ([], 0)
-    tokens, certain = kit.progress("regex", "-0alice").forced([], 10)  # "-0" may be written in one token or in two
-    assert certain == 0
+    assert state.forced([], 10) == list(b"abc")
+    assert state.forced([], 2) == list(b"ab")
+    assert state.forced(list(b"abcd"), 10) == [*b"fg"]  # either end token may come then
+    assert state.forced(list(b"abc"), 10) == []
+    assert state.forced(list(b"zz"), 10) == []
+    tokens = kit.progress("regex", "-0alice").forced([], 10)  # "-0" may be written in one token or in two
     assert b"".join(kit.TOKENS[token] for token in tokens) == b"-0alice"
+
+
+def test_a_mask_made_ahead_is_the_same():
+    state, plain = kit.progress("json", SCHEMA), kit.progress("json", SCHEMA)
+    text = list(b'{"name": "ab')
+    with ThreadPoolExecutor(1) as pool:
+        for size in range(len(text)):
+            state.look_ahead(text[:size], pool)
+            if size % 3 == 0:
+                assert state.forced(text[:size], 5) == plain.forced(text[:size], 5)
+            mask, truth = state.mask(text[:size]), plain.mask(text[:size])
+            assert mask is not None
+            assert truth is not None
+            assert (mask == truth).all()
+        state.look_ahead([*text, 0], pool)
+        assert (state.mask(text) == plain.mask(text)).all()  # what was made ahead was of another text
 
 
 def test_random_masks_only_ever_lead_to_texts_of_the_grammar():
