@@ -1,7 +1,10 @@
-"""A model small enough to try every combination on."""
+"""Models to try things on: one that is small enough for every combination, and copies of others with fewer layers."""
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 import warnings
 from pathlib import Path
 
@@ -33,4 +36,31 @@ def make_tiny(folder: Path) -> Path:
             if parameter.dim() > 1:
                 parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
         model.save_pretrained(folder)
+    return folder
+
+
+def truncate(model: str, layers: int, folder: Path) -> Path:
+    """A copy of a model of the Llama family with its first `layers` layers, its head and its tokenizer, in `folder`, which is returned: a
+    draft model that needs no training, and drafts as well as such a one can."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from ..models.gguf_file import weights
+    from ..models.resolve import resolve
+    from ..models.sizing import weight_files
+
+    resolved = resolve(model)
+    for path in resolved.path.iterdir():
+        if path.is_file() and path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+            shutil.copy(path, folder / path.name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}), encoding="utf-8")
+    files = weight_files(resolved.path) if resolved.gguf is None else [weights(resolved.gguf, torch.bfloat16)]
+    tensors = {
+        name: tensor
+        for path in files
+        for name, tensor in load_file(path).items()
+        if not (layer := re.match(r"model\.layers\.(\d+)\.", name)) or int(layer[1]) < layers
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

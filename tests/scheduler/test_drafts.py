@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tokenbus.core.plan import Drafts
 from tokenbus.core.plugin import Plugin, PluginInfo, StashKey, hookimpl
 
 STATE = StashKey[random.Random]("oracle")
@@ -168,3 +169,63 @@ def test_a_broken_proposer_ends_its_requests_alone(harness, monkeypatch, answer,
     assert problem in h.finished["bad"].error.message
     assert "broken" in h.finished["bad"].error.message
     assert len(h.tokens["pinned"]) == 5
+
+
+class Hinting(Plugin):
+    """Stands for a plugin that proposes in the worker; `drafts` are what it says there."""
+
+    info = PluginInfo(name="hinting", summary="", scope="request", lossless=True)
+
+
+@pytest.mark.parametrize(
+    ("hint", "used"),
+    [
+        ([0, 0], ("oracle", 4)),  # the other one's begin with them
+        ([0] * 6, ("hinting", 6)),
+        ([1, 0], ("hinting", 2)),
+        ([], ("oracle", 4)),
+    ],
+)
+def test_what_the_worker_proposes_goes_first_unless_another_knows_more(drafting, monkeypatch, hint, used) -> None:
+    """hint: by place, how far the worker's drafts are from what is right; the oracle proposes 4 right ones."""
+    monkeypatch.setattr(Oracle, "mistakes", 0.0)
+    monkeypatch.setattr(Oracle, "length", 4)
+    h = drafting(on=("hinting",), plugins=(Hinting,))
+    h.add("a", 10, max_tokens=12)
+    execute = h.worker.execute
+
+    def hinting(order):
+        result = execute(order)
+        known = len(h.tokens.get("a", [])) + len(result.sampled["a"])
+        right = Oracle.solo(h.inputs[0].new[0].tokens, known + len(hint))[known:]
+        if hint:
+            result.drafts["a"] = Drafts("hinting", [token + off for token, off in zip(right, hint, strict=False)])
+        return result
+
+    monkeypatch.setattr(h.worker, "execute", hinting)
+    h.run()
+    assert h.tokens["a"] == h.solo(h.inputs[0].new[0].tokens, 12)
+    name, count = used
+    assert h.plans[1].num_draft_tokens == count
+    assert counters(h)[f"{name}.proposed_tokens"] >= count
+
+
+def test_drafts_of_a_plugin_that_was_switched_off_are_not_run(drafting, monkeypatch) -> None:
+    h = drafting(on=("hinting",), plugins=(Hinting,))
+    h.switch(oracle=False)
+    h.add("a", 10, max_tokens=8)
+    execute = h.worker.execute
+
+    def hinting(order):
+        result = execute(order)
+        result.drafts["a"] = Drafts("hinting", [5])
+        return result
+
+    monkeypatch.setattr(h.worker, "execute", hinting)
+    h.step()
+    assert h.step().num_draft_tokens == 1
+    h.switch(hinting=False)
+    assert h.step().num_draft_tokens == 0
+    monkeypatch.undo()
+    h.run()
+    assert h.tokens["a"] == h.solo(h.inputs[0].new[0].tokens, 8)

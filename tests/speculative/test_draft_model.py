@@ -11,6 +11,7 @@ from tokenbus.core.config import CacheConfig, Config, FeaturesConfig, ModelConfi
 from tokenbus.core.errors import ConflictError, ModelError
 from tokenbus.core.host import make_host
 from tokenbus.core.selftest.stand import Ask, Stand
+from tokenbus.core.selftest.tiny import truncate
 
 NAME = "speculative.draft_model"
 BLOCK = 16
@@ -192,6 +193,21 @@ def test_without_a_model_the_server_does_not_start(tiny):
         ModelError, match=r'it needs a smaller model to draft with: \[plugins\."speculative.draft_model"\] model'
     ):
         Stand(config, (NAME,))
+
+
+def test_the_demo_with_a_layer_truncated_copy(tmp_path):
+    """Real text, a tokenizer on both sides: some drafts are right and some are not, alone and beside `ngram`."""
+    stand = make_stand("demo", truncate("demo", 24, tmp_path), max_drafts=4)
+    draw = random.Random(7)
+    passage = [draw.randrange(100, 40000) for _ in range(20)]
+    some = [Ask(prompt=passage * 3, max_tokens=24, fields=FIELDS)]
+    some += [Ask(prompt=passage * 2 + passage[:7], max_tokens=16, temperature=0.7, seed=2, fields=FIELDS)]
+    truth = alone(stand, some)
+    for on in ((), ("speculative.ngram",)):
+        outcome = stand.run(some, on=on)
+        proposed, accepted = counts(outcome)
+        assert 0 < accepted < proposed
+        same(outcome, truth)
 
 
 def test_a_model_that_is_not_there_is_named(tiny, tmp_path):
