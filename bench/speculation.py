@@ -8,7 +8,7 @@ median, by bootstrap.
 
     copy    a passage, then its beginning again: the model goes on copying
     edit    code, and then the same code again with one name changed
-    json    a list of objects of one shape, to be gone on with
+    json    a list in words, to be written as JSON of a schema (`--plugin` and `structured.jump_forward` on and off together)
     prose   a story's beginning, greedy
     noise   a story at temperature 1.5: nothing repeats
 """
@@ -51,10 +51,21 @@ def average(orders):
             count += 1
     return result / count if count else 0
 """
-RECORDS = "[\n" + "".join(
-    f'  {{"id": {i}, "name": "item {i}", "category": "tools", "in_stock": true, "price": {{"amount": {i}9.50, "currency": "EUR"}}}},\n'
-    for i in range(1, 7)
-)
+ITEMS = ("hammer", "saw", "drill", "chisel", "pliers", "wrench", "level", "rasp")
+LIST = "".join(f"- {name}: id {i}, in stock, {i}9.50 EUR, in the category tools\n" for i, name in enumerate(ITEMS, 1))
+FORM = {
+    "id": {"type": "integer", "minimum": 1, "maximum": 99},
+    "name": {"type": "string", "maxLength": 20},
+    "category": {"enum": ["tools", "toys"]},
+    "in_stock": {"type": "boolean"},
+    "price": {"type": "number", "minimum": 0, "maximum": 999},
+}
+SCHEMA = {
+    "type": "array",
+    "items": {"type": "object", "properties": FORM, "required": list(FORM), "additionalProperties": False},
+    "minItems": len(ITEMS),
+    "maxItems": len(ITEMS),
+}
 STORY = "Once upon a time, in a village between two mountains, there lived a clockmaker who"
 WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
     "copy": (f"{PASSAGE}\n\n{PASSAGE}\n\n{PASSAGE[:120]}", {"temperature": 0}),
@@ -62,7 +73,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, Any]]] = {
         f"# Version 1\n{CODE}\n# Version 2\n{CODE.replace('orders', 'bills')}\n# Version 3\n{CODE[:60]}",
         {"temperature": 0},
     ),
-    "json": (RECORDS, {"temperature": 0}),
+    "json": (f"{LIST}\nThe same list as JSON:\n", {"temperature": 0, "structured_outputs": {"json": SCHEMA}}),
     "prose": (STORY, {"temperature": 0}),
     "noise": (STORY, {"temperature": 1.5}),
 }
@@ -74,7 +85,7 @@ def ask(server: Server, plugin: str, name: str, seed: int, *, on: bool) -> tuple
     prompt, options = WORKLOADS[name]
     body = {
         "model": MODEL, "prompt": f"{seed}. {prompt}", "max_tokens": TOKENS, "ignore_eos": True, "seed": seed, "stream": True,
-        "tokenbus": {"features": {plugin: on}}, **options,
+        "tokenbus": {"features": {plugin: on, "structured.jump_forward": on}}, **options,
     }  # fmt: skip
     request = urllib.request.Request(
         server.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

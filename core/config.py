@@ -97,6 +97,7 @@ class ServerConfig(Section, frozen=True):
         "speculative.draft_model",
         "speculative.ngram",
         "speculative.suffix",
+        "structured.jump_forward",
     )
     """Request-scope plugins that a client may switch in the body."""
     log_format: Literal["auto", "console", "json"] = "auto"

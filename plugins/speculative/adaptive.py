@@ -144,14 +144,12 @@ class Proposer(Plugin):
             self.cost.learn(sum(plan.num_tokens.values()), seconds)
 
 
-def best_of(candidates: Sequence[int], tokens: Sequence[int], longest: int) -> tuple[int, int]:
-    """Of places in `tokens`, the one before which most tokens (up to `longest`) are those at the end: (place, how many). The last of equals
-    that comes first in `candidates`."""
-    end, best, most = len(tokens), -1, 0
-    for place in candidates:
+def lengths(places: Sequence[int], tokens: Sequence[int], longest: int) -> dict[int, int]:
+    """By place in `tokens`: how many tokens before it, up to `longest`, are those at the end."""
+    end, found = len(tokens), {}
+    for place in places:
         size = 0
         while size < longest and size < place and tokens[place - 1 - size] == tokens[end - 1 - size]:
             size += 1
-        if size > most:
-            best, most = place, size
-    return best, most
+        found[place] = size
+    return found

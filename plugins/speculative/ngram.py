@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from ...core.plugin import PluginInfo, StashKey, hookimpl
-from .adaptive import Length, Proposer, Record, best_of
+from .adaptive import Length, Proposer, Record, lengths
 
 if TYPE_CHECKING:
     from ...core.request import Request
@@ -31,6 +31,8 @@ class Lookup:
     PLACES = 8
     LONGEST = 32
     """Tokens that a match is compared over."""
+    RIVAL = 0.8
+    """Share of the longest match's length from which another one is as good: where they disagree, drafting ends."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -47,16 +49,21 @@ class Lookup:
         self._seen = max(self._seen, len(tokens))
 
     def continuation(self, tokens: list[int], most: int) -> list[int]:
-        """What followed the longest match; where that runs into the end it goes on with itself."""
+        """What followed the longest match, up to where matches that are hardly shorter went on in another way; where it runs into the end
+        it goes on with itself."""
         self.catch_up(tokens)
         if len(tokens) < self.size:
             return []
-        place, _ = best_of(self._places.get(tuple(tokens[-self.size :]), ()), tokens, self.LONGEST)
-        if place < 0:
+        matches = lengths(self._places.get(tuple(tokens[-self.size :]), ()), tokens, self.LONGEST)
+        if not matches:
             return []
+        place = max(matches, key=matches.__getitem__)
         found = tokens[place : place + most]
         while len(found) < most:
             found.append(found[len(found) - (len(tokens) - place)])
+        for rival in (other for other, size in matches.items() if size >= self.RIVAL * matches[place] and other != place):
+            theirs = tokens[rival : rival + len(found)]
+            del found[next((i for i, (a, b) in enumerate(zip(found, theirs, strict=False)) if a != b), len(found)) :]
         return found
 
 

@@ -4,7 +4,7 @@ front   check_fields    which of them, and is it well-formed          (fields.py
         prepare_fields  each keyword enforced or refused (schema.py), then compiled by a process that can be killed (compiler.py)
 worker  compiled again, beside the first step, and cached             (masks.py)
         adjust_logits   ids that the grammar does not allow are banned, after every bias
-        drafts_after_step   what the grammar forces next is proposed; where it forces nothing, the next mask is made ahead
+        drafts_after_step   the next mask is begun, to be made while the engine plans and the next step computes
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ class StructuredSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """MiB that compiling one grammar may take."""
     cache_entries: PositiveInt = 256
     """Grammars that are kept compiled, and refusals that are remembered."""
-    jump_forward: bool = True
-    """Text that the grammar forces is proposed as drafts: verified like all others, several tokens a step."""
 
 
 STATE: StashKey[Progress] = StashKey("structured")
@@ -142,16 +140,10 @@ class Structured(Plugin):
             seen.add(request.request_id)
             self.grammars.rows += 1  # pyright: ignore[reportOptionalMemberAccess]
 
-    @hookimpl(tryfirst=True)
-    def drafts_after_step(self, step: StepRan) -> dict[str, list[int]]:
-        drafts: dict[str, list[int]] = {}
+    @hookimpl(trylast=True)
+    def drafts_after_step(self, step: StepRan) -> None:
+        """Proposes nothing: the next masks are made meanwhile."""
         for run in step.runs:
-            if not run.sampled:
-                continue
-            request = run.request
-            state, output = request.stash[STATE], request.tokens[request.num_prompt_tokens :]
-            if self.settings.jump_forward and (forced := state.forced(output, step.most)):
-                drafts[request.request_id] = forced
-            else:
-                state.look_ahead(output, self._ahead)
-        return drafts
+            if run.sampled:
+                request = run.request
+                request.stash[STATE].look_ahead(request.tokens[request.num_prompt_tokens :], self._ahead)

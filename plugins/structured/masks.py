@@ -124,8 +124,9 @@ class Progress:
             pending.result()
 
     def look_ahead(self, output: Sequence[int], pool: Executor) -> None:
-        """Have the mask behind `output` made on a thread of the pool, for `mask` to find."""
-        self._pending = pool.submit(self._allowed, list(output))
+        """Have the mask behind `output` made on a thread of the pool, for `mask` to find, unless it is there."""
+        if not any(at == output for at, _ in self._made):
+            self._pending = pool.submit(self._allowed, list(output))
 
     def _spelled(self, text: bytes) -> list[int]:
         """The tokenizer's own tokens for a text, as far as it gives back its bytes."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tokenbus.plugins.speculative.adaptive import LONGEST_PAUSE, Length, Record, StepCost, best_of
+from tokenbus.plugins.speculative.adaptive import LONGEST_PAUSE, Length, Record, StepCost, lengths
 from tokenbus.plugins.speculative.ngram import Lookup
 from tokenbus.plugins.speculative.suffix import Counts, Memory, draft
 
@@ -20,12 +20,13 @@ def test_a_lookup_goes_on_where_the_text_stood_before():
     assert Lookup(1).continuation([5, 5], 4) == [5, 5, 5, 5]
 
 
-def test_the_longest_match_decides_then_the_latest():
+def test_the_longest_match_decides_as_far_as_its_rivals_agree():
     tokens = [9, 1, 2, 50, 8, 1, 2, 60, 7, 1, 2, 70, 9, 1, 2]
     assert Lookup(2).continuation(tokens, 1) == [50]
-    assert Lookup(2).continuation([*tokens[:-3], 4, 1, 2], 1) == [70]
-    assert best_of([11, 7, 3], tokens, 32) == (3, 3)
-    assert best_of([], tokens, 32) == (-1, 0)
+    assert Lookup(2).continuation([*tokens[:-3], 4, 1, 2], 1) == [], "three matches, as long as each other, say three things"
+    assert Lookup(2).continuation([9, 1, 2, 50, 60, 8, 1, 2, 50, 70, 4, 1, 2], 5) == [50], "as far as they agree"
+    assert lengths([11, 7, 3], tokens, 32)[3] == 3
+    assert lengths([], tokens, 32) == {}
 
 
 def test_a_lookup_that_grows_is_that_of_the_whole_text():

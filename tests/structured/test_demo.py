@@ -216,11 +216,12 @@ def test_text_that_is_forced_takes_fewer_steps(llm):
         model._portal.call(lambda: model._service.bus.listen(reports.append, StepReport))
         answer = run(model, **params)[0].outputs[0]
         steps = [report for report in reports if report.num_requests]
-        return answer, len(steps), sum(report.counters.get("structured.accepted_tokens", 0) for report in steps)
+        return answer, len(steps), sum(report.counters.get("structured.jump_forward.accepted_tokens", 0) for report in steps)
 
-    with LLM("demo", max_model_len=512, num_blocks=128, plugins={"structured": {"jump_forward": False}}) as plain:
-        truth, slow, none = counted(plain)
     answer, quick, accepted = counted(llm)
+    llm.switch(**{"structured.jump_forward": False})
+    truth, slow, none = counted(llm)
+    llm.switch(**{"structured.jump_forward": True})
     assert (answer.token_ids, answer.logprobs) == (truth.token_ids, truth.logprobs)
     assert none == 0
     assert accepted >= 4
