@@ -34,6 +34,7 @@ def _describe(host: PluginHost, switches: Switches, name: str) -> dict[str, Any]
         "default": info.default,
         "enforces": info.enforces,
         "resumable": info.resumable,
+        "resident": info.resident,
         "slot": info.slot,
         "claims": sorted(info.claims),
         "requires": sorted(info.requires),
