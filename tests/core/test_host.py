@@ -276,7 +276,7 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
             "sampling.penalties",
             "sampling.stops",
             "sampling.truncation",
-            "scheduling.fcfs",
+            "scheduling.unified",
             "structured",
             "tools",
             "tools.auto",
