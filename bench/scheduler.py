@@ -33,7 +33,7 @@ from tokenbus.core.request import AdmittedRequest
 from tokenbus.core.scheduling.scheduler import Scheduler
 from tokenbus.plugins.chunked_prefill import ChunkedPrefill
 from tokenbus.plugins.prefix_cache import PrefixCache
-from tokenbus.plugins.scheduling.fcfs import Fcfs
+from tokenbus.plugins.scheduling.unified import Unified
 
 SIZES = (32, 256, 1024)
 ROUNDS = 3
@@ -95,7 +95,7 @@ print(json.dumps(times))
 
 def make(size: int) -> tuple[Scheduler, PrefixCache]:
     host = PluginHost("engine")
-    for cls in (ChunkedPrefill, PrefixCache, Fcfs):
+    for cls in (ChunkedPrefill, PrefixCache, Unified):
         host.add(cls)
     switches = host.start_switches()
     host.load(switches.on)

@@ -48,6 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _serve(_command(commands, "serve", "answer HTTP requests with a model (OpenAI's API)"))
     _plugins(_command(commands, "plugins", "list every plugin: on, off, and why"))
+    _new_plugin(_command(commands, "new-plugin", "write the skeleton of a plugin package, with a test"))
     _plan_memory(_command(commands, "plan-memory", "say what a model needs in memory, without loading its weights"))
     _selftest(_command(commands, "selftest", "check that no switch changes an answer, with this model on this machine"))
     _chat(_command(commands, "chat", "talk with a model on the terminal"))
@@ -66,6 +67,12 @@ def _serve(parser: argparse.ArgumentParser) -> None:
 def _plugins(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_settings(parser, ("features",))
+
+
+def _new_plugin(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help='what --enable will call it: "terse", or "family.name"')
+    parser.add_argument("--into", default=".", metavar="DIR", help="where its folder goes (default: here)")
+    add_settings(parser, ())
 
 
 def _plan_memory(parser: argparse.ArgumentParser) -> None:

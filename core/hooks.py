@@ -186,7 +186,8 @@ def engine_stopped() -> None:
 
 @hookspec(firstresult=True)
 def scheduling_policy() -> SchedulingPolicy | None:
-    """Engine, slot "scheduling", quick. Once when the plugin takes the slot: a new, empty waiting queue with its order and victim rule.
+    """Engine, slot "scheduling", quick. Once when the plugin takes the slot: a new, empty waiting queue with its order and victim rule
+    (core/policy.py). It may also say what shares a step and how much memory a request must find before it joins.
 
     A policy that raises is replaced by core's first-come-first-served, with a loud log; no request is lost.
     """

@@ -437,10 +437,14 @@ def _import_path(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def make_host(role: Role, config: Any) -> PluginHost:
-    """A host with its catalogue filled as `config` says. Nothing is loaded yet."""
-    host = PluginHost(role, config.plugins)
+def make_host(
+    role: Role, config: Any, plugins: Iterable[type[Plugin]] = (), kind: Callable[..., PluginHost] = PluginHost
+) -> PluginHost:
+    """A host with its catalogue filled as `config` says. Nothing is loaded yet. plugins: known beside those found. kind: makes the host."""
+    host = kind(role, config.plugins)
     host.discover(config.features.load)
     host.at_start = config.features.enable, config.features.disable
+    for plugin in plugins:
+        host.add(plugin)
     host.check_settings()
     return host

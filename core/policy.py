@@ -1,7 +1,8 @@
-"""Who runs next, who gives way: the contract of the "scheduling" slot, and core's default."""
+"""Who runs next, who gives way, what shares a step: the contract of the "scheduling" slot, and core's default."""
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 from abc import ABC, abstractmethod
@@ -12,6 +13,18 @@ from .plugin import StashKey
 
 if TYPE_CHECKING:
     from .request import Request
+
+
+class Work(enum.Flag):
+    """What a step may run."""
+
+    DECODES = enum.auto()
+    """Running requests with one token to run, and drafts behind it."""
+    PROMPTS = enum.auto()
+    """Running requests with more (known tokens, after a preemption) to run."""
+    JOINING = enum.auto()
+    """Waiting requests, which thereby join the batch."""
+    ALL = DECODES | PROMPTS | JOINING
 
 
 class SchedulingPolicy(ABC):
@@ -55,6 +68,18 @@ class SchedulingPolicy(ABC):
     def displaces(self, waiting: Request, running: Sequence[Request], now: float) -> Request | None:
         """A running request that must make room for `waiting` when the batch or the pool is full. None: waiting waits."""
         return None
+
+    def compose(self, running: Sequence[Request], now: float) -> Sequence[Work]:
+        """What the next step may be made of: each entry is tried in turn until something is planned. Once a step, before anything else.
+
+        When nothing is, everything is tried (as with an empty answer, the default): no plan is empty while there is work.
+        """
+        return ()
+
+    def reserve(self, request: Request) -> int:
+        """Tokens, prompt and output together, for which a request must find room when it joins, and keeps it while it runs: nobody else
+        joins on it. Core adds what its known tokens and the next block need, and cuts what the pool hasn't. 0: no more than that."""
+        return 0
 
 
 ORDER: StashKey[int] = StashKey("order of arrival")

@@ -53,10 +53,11 @@ class Batch:
         return self.pool.num_blocks * self.block_size
 
     def soon(self, request: Request) -> int:
-        """Blocks it will need, all in all, for its known tokens and one more block's worth; never more than its own limit or the
-        pool can have. The last token of an output is never run."""
+        """Blocks it will need, all in all, for its known tokens and one more block's worth (never more than its own limit), or for what
+        the policy reserves; never more than the pool can have. The last token of an output is never run."""
         most = max(request.num_prompt, request.limit - 1)
-        return min(self.blocks_for(min(len(request.tokens) + self.block_size, most)), self.pool.num_blocks)
+        wanted = max(min(len(request.tokens) + self.block_size, most), self.line.reserve(request))
+        return min(self.blocks_for(wanted), self.pool.num_blocks)
 
     def headroom(self, request: Request) -> int:
         """Blocks that a running request will soon want beside those it holds."""

@@ -5,6 +5,8 @@
     2. running prompts   chunks, oldest first, as large as `limit_chunk` allows
     3. waiting requests  in the policy's order, as long as blocks, batch and budget have room
 
+A policy may want less than all of it in a step (`SchedulingPolicy.compose`). What it wants is tried in turn until something is planned.
+
 Blocks are taken as tokens are planned. When they run out in 1 or 2 the policy names a victim, which loses its blocks, leaves this
 plan and goes back to the line. A waiting request joins only when its known tokens and what everybody needs soon fit together: so
 a request that was just resumed is not the next victim. The request that the policy never names always advances, hence no plan is
@@ -17,6 +19,7 @@ from ..config import SchedulerConfig
 from ..contexts import PrefixMatch, StepView
 from ..errors import ContextLengthError, TokenbusError
 from ..plan import StepPlan, WorkerRequest
+from ..policy import Work
 from ..request import Request, Status
 from .batch import Batch
 
@@ -56,25 +59,13 @@ class StepBuilder:
         self.step_id += 1
         self._new, self._new_blocks, self._preempted, self._starved = [], {}, [], False
         self.drafts, self.proposers = {}, {}
-        self._num_tokens = num_tokens = {
-            request.request_id: 1
-            for request in batch.running
-            if len(request.tokens) - request.computed == 1 and request.computed >= request.num_prompt
-        }
-        self._grow_decodes(now)
-        self._view = view = StepView(
-            step_id=self.step_id,
-            budget=self._budget - len(num_tokens),
-            num_decodes=len(num_tokens),
-            prompt_tokens=0,
-            waiting=len(batch.line),
-        )
-        if not self._starved:
-            self._plan_drafts([r for r in batch.running if _may_have_drafts(r) and r.request_id in num_tokens], now)
-        if batch.line or len(num_tokens) < len(batch.running):
-            self._plan_prompts(now, least=0)
-            if not num_tokens:
-                self._plan_prompts(now, least=1)
+        for kind in batch.line.compose(batch.running, now):
+            self._plan_work(kind, now)
+            if self._num_tokens:
+                break
+        else:
+            self._plan_prompts(Work.ALL, now, least=1)
+        num_tokens, view = self._num_tokens, self._view
         if not num_tokens:
             if batch.running or batch.line:
                 raise RuntimeError(f"nothing to run with {len(batch.running)} running and {len(batch.line)} waiting requests")
@@ -91,6 +82,25 @@ class StepBuilder:
             running=len(batch.running),
         )
         return plan, self._new, self._new_blocks
+
+    def _plan_work(self, kind: Work, now: float) -> None:
+        """Plan one kind of step; nothing is planned so far."""
+        batch = self._batch
+        self._num_tokens = num_tokens = (
+            {request.request_id: 1 for request in batch.running if _decodes(request)} if Work.DECODES in kind else {}
+        )
+        self._grow_decodes(now)
+        self._view = StepView(
+            step_id=self.step_id,
+            budget=self._budget - len(num_tokens),
+            num_decodes=len(num_tokens),
+            prompt_tokens=0,
+            waiting=len(batch.line),
+        )
+        if not self._starved:
+            self._plan_drafts([r for r in batch.running if _may_have_drafts(r) and r.request_id in num_tokens], now)
+        if batch.line or len(num_tokens) < len(batch.running):
+            self._plan_prompts(kind, now, least=0)
 
     # ---- decodes ----------------------------------------------------------------------------------------------------------------
 
@@ -214,14 +224,17 @@ class StepBuilder:
 
     # ---- prompts ----------------------------------------------------------------------------------------------------------------
 
-    def _plan_prompts(self, now: float, *, least: int) -> None:
-        """Running prompts, then waiting requests. least=1: nothing is planned yet; the first one runs whatever `limit_chunk` says."""
+    def _plan_prompts(self, kind: Work, now: float, *, least: int) -> None:
+        """Running prompts, then waiting requests, as far as `kind` has them. least=1: nothing is planned yet; the first one runs whatever
+        `limit_chunk` says."""
         batch, planned = self._batch, self._num_tokens
         self._headroom = None
-        if len(planned) < len(batch.running):
+        if Work.PROMPTS in kind and len(planned) < len(batch.running):
             for request in tuple(batch.running):
-                if request.status is Status.RUNNING and request.request_id not in planned:
+                if request.status is Status.RUNNING and request.request_id not in planned and not _decodes(request):
                     self._continue_prompt(request, now, least if not planned else 0)
+        if Work.JOINING not in kind:
+            return
         while batch.line and (not self._starved or not planned) and self._admit_next(now, least if not planned else 0):
             pass
 
@@ -247,6 +260,8 @@ class StepBuilder:
                     return False
                 if batch.line.peek(now) is not request:
                     return True  # the line has another head now: start over with it
+            if batch.line.peek(now) is not request:
+                return True  # the policy failed meanwhile, and core's has another order
             return self._start(request, match, now, least)
         except TokenbusError as error:
             batch.end(request, "error", now, error=error.to_wire())
@@ -370,3 +385,7 @@ class StepBuilder:
 
 def _may_have_drafts(request: Request) -> bool:
     return request.proposed is not None or bool(request.hooks.propose_drafts)
+
+
+def _decodes(request: Request) -> bool:
+    return len(request.tokens) - request.computed == 1 and request.computed >= request.num_prompt

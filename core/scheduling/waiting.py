@@ -6,13 +6,14 @@ request that waits, and the failure is told once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import structlog
 
 from ..errors import PluginError, plain_text
-from ..policy import FcfsPolicy, SchedulingPolicy
+from ..policy import FcfsPolicy, SchedulingPolicy, Work
 from ..request import Request
 
 log = structlog.get_logger(__name__)
@@ -100,6 +101,22 @@ class WaitingLine:
             self._fall_back(error, now)
             return None
 
+    def compose(self, running: Sequence[Request], now: float) -> tuple[Work, ...]:
+        """What to try for the next step, in order; everything comes last."""
+        try:
+            return (*_kinds(self.policy.compose(running, now)), Work.ALL)
+        except Exception as error:
+            self._fall_back(error, now)
+            return (Work.ALL,)
+
+    def reserve(self, request: Request) -> int:
+        """Tokens that a request wants room for, 0 or more."""
+        try:
+            return _tokens(self.policy.reserve(request))
+        except Exception as error:
+            self._fall_back(error, time.time())
+            return 0
+
     def give_up(self, why: str, now: float) -> None:
         """The policy contradicts itself: core's takes over."""
         self._fall_back(RuntimeError(why), now)
@@ -124,6 +141,18 @@ class WaitingLine:
         held: dict[str, Any] = {request.request_id: request for request in self.policy}
         if held.keys() != self._members.keys() or len(self.policy) != len(self._members):
             raise RuntimeError(f"waiting line: policy {sorted(held)} != members {sorted(self._members)}")
+
+
+def _kinds(answer: Sequence[Work]) -> Sequence[Work]:
+    if answer and not all(type(kind) is Work and kind for kind in answer):
+        raise RuntimeError(f"compose gave {answer!r:.80}")
+    return answer
+
+
+def _tokens(answer: int) -> int:
+    if type(answer) is not int or answer < 0:
+        raise RuntimeError(f"reserve gave {answer!r:.40}")
+    return answer
 
 
 def _one_of(running: Iterable[Request], answer: Request) -> Request:

@@ -6,6 +6,7 @@ One loaded model serves all runs; each run has a fresh pool, scheduler and K/V c
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +15,15 @@ import torch
 
 from ..bus import Bus
 from ..config import Config
-from ..contexts import AdmissionContext, EngineContext
+from ..contexts import AdmissionContext, EngineContext, Vocabulary
 from ..errors import PluginError
-from ..host import Switches, make_host
+from ..host import PluginHost, Switches, make_host
 from ..kv.pool import BlockPool
 from ..plan import StepInput, StepPlan, TokenLogprobs
-from ..plugin import Plugin
+from ..plugin import Plugin, Role
 from ..request import AdmittedRequest
 from ..scheduling.scheduler import Scheduler
-from ..worker.runner import ModelRunner
+from ..worker.runner import ModelLoader, ModelRunner, load_model
 from ..worker.threads import available_cores
 
 MOST_STEPS = 20000
@@ -77,18 +78,33 @@ class StandError(RuntimeError):
 class Stand:
     """`run` plays a list of requests under given switches and sizes."""
 
-    def __init__(self, config: Config, enable: tuple[str, ...] = (), disable: tuple[str, ...] = ()) -> None:
-        """enable, disable: for all runs, beside the plugins that are on by default. Raises what loading a model raises."""
+    def __init__(
+        self,
+        config: Config,
+        enable: tuple[str, ...] = (),
+        disable: tuple[str, ...] = (),
+        *,
+        plugins: tuple[type[Plugin], ...] = (),
+        loader: ModelLoader = load_model,
+        vocabulary: Callable[[], Vocabulary] | None = None,
+        host_kind: Callable[..., PluginHost] = PluginHost,
+    ) -> None:
+        """enable, disable: for all runs, beside the plugins that are on by default. plugins: known to all three processes' hosts, beside
+        those installed. loader, vocabulary: as for ModelRunner. host_kind: makes each host. Raises what loading a model raises."""
         self.config = config
         self.enable, self.disable = enable, disable
-        host = make_host("engine", config)
-        self.names = host.start_switches(enable=enable, disable=disable).names()
-        self.runner = ModelRunner(config, self.names, make_host("worker", config))
+        self._plugins, self._host_kind = plugins, host_kind
+        self.names = self.host("engine", config).start_switches(enable=enable, disable=disable).names()
+        self.runner = ModelRunner(config, self.names, self.host("worker", config), loader=loader, vocabulary=vocabulary)
         self.info = self.runner.load()
         self.max_model_len = min(self.info.max_model_len, config.model.max_model_len or self.info.max_model_len)
-        self.front = make_host("front", config)
+        self.front = self.host("front", config)
         self.front.load(frozenset(self.names))
         self._serial = 0
+
+    def host(self, role: Role, config: Config, plugins: tuple[type[Plugin], ...] = ()) -> PluginHost:
+        """A new one, which knows all plugins, and these."""
+        return make_host(role, config, (*self._plugins, *plugins), self._host_kind)
 
     def run(
         self,
@@ -103,9 +119,11 @@ class Stand:
         threads: int | None = None,
         plugins: tuple[type[Plugin], ...] = (),
         settings: dict[str, Any] | None = None,
+        changes: Mapping[int, Mapping[str, bool]] | None = None,
     ) -> Outcome:
         """on, off: engine plugins that are switched for this run; `plugins` are known to it besides those installed, in the engine only.
-        chunk: prompt tokens a step, fixed. threads: None: as many as there are cores. Raises StandError, RuntimeError."""
+        chunk: prompt tokens a step, fixed. threads: None: as many as there are cores. changes: live switches by the number of steps
+        before them. Raises StandError, RuntimeError."""
         _set_threads(threads or available_cores())
         given = dict(self.config.plugins) | (settings or {})
         if chunk is not None:
@@ -113,14 +131,12 @@ class Stand:
         cache = msgspec.structs.replace(self.config.cache, num_blocks=blocks)
         limits = msgspec.structs.replace(self.config.scheduler, token_budget=token_budget, max_running=max_running)
         config = msgspec.structs.replace(self.config, cache=cache, scheduler=limits, plugins=given)
-        host = make_host("engine", config)
-        for plugin in plugins:
-            host.add(plugin)
-        switches = host.start_switches(enable=(*self.enable, *on), disable=(*self.disable, *off))
-        host.load(switches.on)
+        host = self.host("engine", config, plugins)
+        enabled = (*(name for name in self.enable if name not in off), *on)
+        switches = host.start_switches(enable=enabled, disable=(*self.disable, *off))
         pool = BlockPool(blocks, config.cache.block_size)
-        for impl in host.table(switches.on).engine_started:
-            impl(engine=EngineContext(bus=Bus(), config=config, pool=pool))
+        context = EngineContext(bus=Bus(), config=config, pool=pool)
+        _start(host, switches, context)
         failures: list[tuple[str, PluginError]] = []
         scheduler = Scheduler(
             config,
@@ -132,7 +148,19 @@ class Stand:
             on_plugin_failure=lambda name, error: failures.append((name, error)),
         )
         self.runner.allocate(blocks)
-        outcome = self._play(scheduler, asks, switches, frozenset(plugin.info.name for plugin in plugins))
+        strangers = frozenset(plugin.info.name for plugin in plugins)
+
+        def switch(now: Switches, wishes: Mapping[str, bool]) -> Switches:
+            changed = host.change_switches(now, wishes)
+            _start(host, changed, context)
+            scheduler.apply_switches(changed)
+            return changed
+
+        try:
+            outcome = self._play(scheduler, asks, switches, strangers, switch, changes or {})
+        finally:
+            if changes:
+                self.runner.plugins.switch(self.names)
         scheduler.check_integrity()
         if failures:
             raise failures[0][1]
@@ -140,12 +168,22 @@ class Stand:
             raise StandError(f"{blocks - pool.num_available} blocks were lost")
         return outcome
 
-    def _play(self, scheduler: Scheduler, asks: list[Ask], switches: Switches, strangers: frozenset[str]) -> Outcome:
+    def _play(
+        self,
+        scheduler: Scheduler,
+        asks: list[Ask],
+        switches: Switches,
+        strangers: frozenset[str],
+        switch: Callable[[Switches, Mapping[str, bool]], Switches],
+        changes: Mapping[int, Mapping[str, bool]],
+    ) -> Outcome:
         """strangers: plugins that the worker does not know."""
         ids: dict[str, int] = {}
         waiting = list(enumerate(asks))
         outcome = Outcome([Answer() for _ in asks])
         while waiting or scheduler.has_work():
+            if outcome.steps in changes:
+                switches = switch(switches, changes[outcome.steps])
             for index, ask in [one for one in waiting if one[1].at_step <= outcome.steps]:
                 waiting.remove((index, ask))
                 admitted = self._admit(ask, switches.names())
@@ -224,14 +262,22 @@ class Stand:
         )
 
 
+def _start(host: PluginHost, switches: Switches, context: EngineContext) -> None:
+    """Load what is on and not loaded yet, and tell it."""
+    for name in host.load(switches.on):
+        for impl in host.table(frozenset({name})).engine_started:
+            impl(engine=context)
+
+
 def _known(order: StepInput, strangers: frozenset[str]) -> StepInput:
-    if not strangers or not order.new:
+    if not strangers:
         return order
     new = [
         msgspec.structs.replace(request, features=tuple(name for name in request.features if name not in strangers))
         for request in order.new
     ]
-    return msgspec.structs.replace(order, new=new)
+    told = None if order.features is None else tuple(name for name in order.features if name not in strangers)
+    return msgspec.structs.replace(order, new=new, features=told)
 
 
 def _set_threads(count: int) -> None:

@@ -22,7 +22,7 @@ import torch
 from ...kernels.torch_ops.limits import measure_limits
 from .. import sampler
 from ..config import Config
-from ..contexts import WorkerContext
+from ..contexts import Vocabulary, WorkerContext
 from ..errors import ErrorInfo, PluginError, TokenbusError, WorkerError, plain_text
 from ..host import PluginHost
 from ..kv.sizing import free_memory
@@ -61,7 +61,7 @@ def load_model(config: Config, choose: ChooseLinears | None) -> tuple[str, Causa
 class ModelRunner:
     """Owns the model, the K/V tensors and all request states. Not thread-safe: one thread calls it, `load` first, then `allocate`.
 
-    clock: CPU seconds of the thread or process it runs in.
+    loader, vocabulary: for a model that no directory holds. clock: CPU seconds of the thread or process it runs in.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class ModelRunner:
         host: PluginHost,
         *,
         loader: ModelLoader = load_model,
+        vocabulary: Callable[[], Vocabulary] | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.config = config
@@ -83,7 +84,8 @@ class ModelRunner:
         self._model: CausalModel | None = None
         self._layout: KVLayout | None = None
         self._kv: KVCache | None = None
-        self._context = WorkerContext(LazyVocabulary(config.model.model, lambda: self._loaded()[0].spec))
+        self.vocabulary = vocabulary or LazyVocabulary(config.model.model, lambda: self._loaded()[0].spec)
+        self._context = WorkerContext(self.vocabulary)
         self._told_attention: AttentionBackend | None = None
         """The backend that the engine knows of."""
 

@@ -1,1 +1,1 @@
-"""The "scheduling" slot: `scheduling.fcfs` and `scheduling.priority`."""
+"""The "scheduling" slot: who runs next (`unified`, `priority`), and how batches were made before (`two_phase`, `static`)."""

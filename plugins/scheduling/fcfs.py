@@ -1,4 +1,4 @@
-"""First come, first served: core's own order, under a name that can be switched."""
+"""`scheduling.unified` by the name of its order; configurations may use either."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from ...core.policy import FcfsPolicy, SchedulingPolicy
 class Fcfs(Plugin):
     info = PluginInfo(
         name="scheduling.fcfs",
-        summary="first come, first served",
+        summary="another name of scheduling.unified",
         scope="step",
         lossless=True,
         slot="scheduling",
-        default=True,
     )
 
     @hookimpl

@@ -56,11 +56,10 @@ class DemoServer:
 
 
 @contextmanager
-def serve_demo(*flags: str) -> Iterator[DemoServer]:
+def serve_demo(*flags: str, environment: dict[str, str] | None = None) -> Iterator[DemoServer]:
     command = [sys.executable, "-m", "tokenbus.core.cli", "serve", "--port", "0", "--log-format", "json", *DEFAULTS, *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     lines: list[str] = []
     addresses: queue.Queue[str | None] = queue.Queue()
 

@@ -378,7 +378,7 @@ async def test_client_features_that_no_request_can_switch(api, name, words):
 
 async def test_features_tell_who_holds_the_slots(serve, api):
     state = (await api.call("GET", "/v1/tokenbus/features")).body
-    assert (state["slots"]["attention"], state["slots"]["scheduling"]) == ("attention.cpu", "scheduling.fcfs")
+    assert (state["slots"]["attention"], state["slots"]["scheduling"]) == ("attention.cpu", "scheduling.unified")
     state = (await api.call("POST", "/v1/tokenbus/features", {"features": {"attention.torch": True}})).body
     assert state["slots"]["attention"] == "attention.torch"
     state = (await api.call("POST", "/v1/tokenbus/features", {"features": {"attention.torch": False}})).body
@@ -386,7 +386,7 @@ async def test_features_tell_who_holds_the_slots(serve, api):
     assert state["features"]["attention.torch"]["because"] == "switched off live; its slot is held by core (torch)"
     state = (await api.call("POST", "/v1/tokenbus/features", {"features": {"scheduling.priority": True}})).body
     assert state["slots"]["scheduling"] == "scheduling.priority"
-    assert "core" not in state["features"]["scheduling.fcfs"]["because"]
+    assert "core" not in state["features"]["scheduling.unified"]["because"]
 
 
 def test_the_field_error_shortens():

@@ -276,8 +276,9 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
             "sampling.penalties",
             "sampling.stops",
             "sampling.truncation",
-            "scheduling.fcfs",
+            "scheduling.unified",
             "structured",
+            "structured.jump_forward",
             "tools",
             "tools.auto",
         ]

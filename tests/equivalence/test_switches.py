@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from equivalence_stand import Ask
+from equivalence_stand import Answer, Ask
 
 KINDS = {
     "greedy": {"fields": {"logprobs": 3}},
@@ -123,6 +123,34 @@ def test_everything_at_once(tiny_stand, asks, alone, growing, growing_alone):
     assert outcome.preempted > 0
     assert sum(answer.cached for answer in outcome.answers) > 0
     same(outcome.answers, [*growing_alone, *alone], "chunked, cached, preempted, few at a time")
+
+
+@pytest.mark.parametrize("policy", ["scheduling.two_phase", "scheduling.static"])
+def test_how_batches_are_made(tiny_stand, growing, growing_alone, policy):
+    """In a pool that unified batches overflow; static ones pad rows with drafts, of which an answer shows nothing."""
+    arriving = [
+        Ask(**(vars(ask) | {"at_step": index % 7, "max_tokens": 40 - 8 * (index % 5)})) for index, ask in enumerate(growing)
+    ]
+    short = [
+        Answer(**(vars(answer) | {"tokens": answer.tokens[: ask.max_tokens], "logprobs": answer.logprobs[: ask.max_tokens]}))
+        for ask, answer in zip(arriving, growing_alone, strict=True)
+    ]
+    outcome = tiny_stand.run(arriving, on=(policy,), chunk=16, blocks=17, token_budget=48)
+    same(outcome.answers, short, policy)
+    if policy == "scheduling.static":
+        assert outcome.preempted == 0
+        assert outcome.counters["scheduling.static.proposed_tokens"] > 50
+    else:
+        assert outcome.preempted > 0
+
+
+def test_live_swaps_of_how_batches_are_made(tiny_stand, growing, growing_alone):
+    order = ["scheduling.static", "scheduling.two_phase", "scheduling.unified", "scheduling.priority", "scheduling.static"]
+    changes = {3 + 9 * index: {name: True} for index, name in enumerate(order)}
+    arriving = [Ask(**(vars(ask) | {"at_step": 2 * index})) for index, ask in enumerate(growing)]
+    outcome = tiny_stand.run(arriving, blocks=30, token_budget=48, changes=changes)
+    assert outcome.steps > max(changes)
+    same(outcome.answers, growing_alone, "swapped live")
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(tiny_stand):

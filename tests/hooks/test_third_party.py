@@ -17,7 +17,7 @@ import tokenbus
 from tokenbus import LLM, SamplingParams
 from tokenbus.core.errors import FeatureOffError, FieldError
 
-EXAMPLE = Path(tokenbus.__file__).parent / "examples" / "shout_plugin"
+EXAMPLE = Path(tokenbus.__file__).parent / "examples" / "plugin-shout"
 sys.path.insert(0, str(EXAMPLE))
 
 from tokenbus_shout import Shouter

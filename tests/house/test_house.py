@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 import tokenbus
+from tokenbus.core import hooks
+from tokenbus.core.host import HOOK_NAMES
 
 ROOT = Path(tokenbus.__file__).parent
-PACKAGES = ("core", "plugins", "kernels")
+PACKAGES = ("core", "plugins", "kernels", "testing")
 SOURCES = sorted(path for top in PACKAGES for path in (ROOT / top).rglob("*.py"))
 PLUGINS_MAY_USE = {
     "core.bus",
@@ -79,7 +81,7 @@ def imports_of(path):
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "core")], ids=module_of)
 def test_core_does_not_import_plugins(path):
-    assert [name for name in imports_of(path) if name.startswith("plugins")] == []
+    assert [name for name in imports_of(path) if name.startswith(("plugins", "testing"))] == []
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.is_relative_to(ROOT / "kernels")], ids=module_of)
@@ -164,6 +166,28 @@ def test_architecture_names_every_package_and_nothing_else():
     files = set(re.findall(r"`([\w/]+\.py)`", text))
     assert len(files) > 30
     assert [name for name in files if not (ROOT / name).exists()] == []
+
+
+def test_the_page_for_authors_names_every_hook_and_who_calls_it():
+    text = (ROOT / "docs" / "plugins.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| \[`(\w+)`\]\(reference/hooks\.md#(\w+)\) \|", text, re.MULTILINE)
+    assert [hook for _, hook, _ in rows] == list(HOOK_NAMES)
+    for process, hook, anchor in rows:
+        assert anchor == hook
+        assert (getattr(hooks, hook).__doc__ or "").lower().startswith(process), f"{hook} is not called in the {process}"
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            if not target.startswith(("http", "#", "/")):
+                file, _, anchor = target.partition("#")
+                found = (path.parent / file).resolve()
+                assert found.exists(), f"{path.name}: {target}"
+                if anchor and found.suffix == ".md":
+                    headings = re.findall(r"^#+ (.+)$", found.read_text(encoding="utf-8"), re.MULTILINE)
+                    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                    assert anchor in anchors, f"{path.name}: {target}; there are {sorted(anchors)}"
 
 
 def test_reference_pages_are_what_the_source_says():

@@ -19,6 +19,9 @@ from tokenbus.plugins.chunked_prefill import ChunkedPrefill
 from tokenbus.plugins.prefix_cache import PrefixCache
 from tokenbus.plugins.scheduling.fcfs import Fcfs
 from tokenbus.plugins.scheduling.priority import Priority
+from tokenbus.plugins.scheduling.static import Static
+from tokenbus.plugins.scheduling.two_phase import TwoPhase
+from tokenbus.plugins.scheduling.unified import Unified
 
 VOCAB = 50
 EOS = 1
@@ -159,7 +162,7 @@ class Harness:
         self.now = 1000.0
         self.step_seconds = step_seconds
         self.host = PluginHost("engine", settings or {})
-        for cls in (ChunkedPrefill, PrefixCache, Fcfs, Priority, *plugins):
+        for cls in (ChunkedPrefill, PrefixCache, Fcfs, Priority, Static, TwoPhase, Unified, *plugins):
             self.host.add(cls)
         config: Config = from_mapping({"scheduler": {"token_budget": token_budget, "max_running": max_running}}, "test")
         self.pool = BlockPool(num_blocks, block_size)

@@ -22,7 +22,15 @@ class Sometimes(Plugin):
         return max(0, wanted - 1)
 
 
-SWITCHABLE = ("chunked_prefill", "prefix_cache", "scheduling__fcfs", "scheduling__priority", "sometimes")
+SWITCHABLE = (
+    "chunked_prefill",
+    "prefix_cache",
+    "scheduling__unified",
+    "scheduling__priority",
+    "scheduling__two_phase",
+    "scheduling__static",
+    "sometimes",
+)
 
 SHAPES = [(4, 16), (6, 4), (10, 4), (16, 2), (24, 1), (24, 3), (12, 4), (40, 1)]
 """(num_blocks, block_size): from one long request's worth to a few."""

@@ -6,13 +6,14 @@ import msgspec
 import pytest
 import worker_fakes
 from test_runner import PROMPT
-from worker_fakes import ALL, BLOCK, VOCAB, Driver, FakeModel, Spec, loaded, prefix_hash, reference_greedy
+from worker_fakes import ALL, BLOCK, VOCAB, Driver, FakeModel, Spec, loaded, reference_greedy
 
 from tokenbus.core.errors import ModelError, PluginLoadError
 from tokenbus.core.models.linears import Refusal
 from tokenbus.core.plan import Drafts
 from tokenbus.core.plugin import Plugin, PluginInfo, hookimpl
 from tokenbus.core.worker.side import Beside, SideModel
+from tokenbus.testing.model import prefix_hash
 
 
 class Head(Plugin):

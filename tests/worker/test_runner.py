@@ -6,7 +6,6 @@ import torch
 from worker_fakes import (
     ALL,
     BLOCK,
-    PRIME,
     SEEN,
     VOCAB,
     Counter,
@@ -15,14 +14,13 @@ from worker_fakes import (
     Faulty,
     Spec,
     loaded,
-    logits_table,
-    prefix_hash,
     reference_greedy,
 )
 
 from tokenbus.core.errors import WorkerError
 from tokenbus.core.plan import StepInput
 from tokenbus.core.plugin import Plugin, PluginInfo
+from tokenbus.testing.model import STATES, logits_table, prefix_hash
 
 PROMPT = [5, 9, 33, 2, 17, 40, 41, 8, 8, 60, 1]
 RICH = {
@@ -102,7 +100,7 @@ def test_prompt_logprobs(chunk):
     Driver([spec]).run(loaded(model=model))
     assert [e.token_id for e in spec.prompt_logprobs] == prompt[1:]
     assert max(model.head_rows) <= 32
-    table = logits_table().astype(np.float64)
+    table = logits_table(VOCAB).astype(np.float64)
     for position, entry in enumerate(spec.prompt_logprobs, start=1):
         row = table[prefix_hash(prompt[:position])]
         reference = row - np.log(np.exp(row).sum())
@@ -290,4 +288,4 @@ def test_kv_is_zero_and_aligned():
 
 
 def test_fake_model_has_distinct_rows():
-    assert logits_table().shape == (PRIME, VOCAB)
+    assert logits_table(VOCAB).shape == (STATES, VOCAB)

@@ -4,79 +4,47 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
+from tokenbus import testing
 from tokenbus.core.config import Config, from_mapping
 from tokenbus.core.host import PluginHost, make_host
-from tokenbus.core.models.base import CausalModel, ForwardBatch, KVCache, ModelSpec
+from tokenbus.core.models.base import ForwardBatch, KVCache
 from tokenbus.core.plan import StepInput, StepResult, WorkerRequest
 from tokenbus.core.plugin import Plugin, PluginInfo, StashKey, hookimpl
 from tokenbus.core.worker.attention import AttentionBackend, AttentionBatch, KVLayout
 from tokenbus.core.worker.runner import ModelRunner
+from tokenbus.testing.model import greedy
 
 VOCAB = 64
-PRIME = 8191
 BLOCK = 4
 
 
-def prefix_hash(tokens: list[int]) -> int:
-    value = 7
-    for token in tokens:
-        value = (value * 31 + token + 1) % PRIME
-    return value
+class FakeModel(testing.FakeModel):
+    """The kit's model with a smaller vocabulary, which looks at what it is given."""
 
-
-def logits_table() -> np.ndarray:
-    return np.random.Generator(np.random.Philox(5)).normal(0, 3, (PRIME, VOCAB)).astype(np.float32)
-
-
-class FakeModel(CausalModel):
-    """Stores token ids as K; a row's hidden state is a hash of the ids it finds in its block table; logits are a table's row."""
-
-    spec = ModelSpec(
-        architecture="Fake",
-        vocab_size=VOCAB,
-        max_model_len=512,
-        hidden_size=1,
-        num_heads=2,
-        weights_bytes=1000,
-        step_bytes=1000,
-        head_bytes=200,
-        linear_params=200,
-        head_params=50,
-        eos_token_ids=(0,),
-        lossless=False,
-        lossless_reason="a table",
-    )
+    spec = replace(testing.FakeModel.spec, vocab_size=VOCAB, lossless=False, lossless_reason="a table")
 
     def __init__(self) -> None:
-        self.table = torch.from_numpy(logits_table())
+        super().__init__()
         self.head_rows: list[int] = []
         self.batches: list[int] = []
 
-    def kv_layout(self, block_size: int) -> KVLayout:
-        return KVLayout(1, (1,), (1,), block_size, torch.float32, torch.device("cpu"))
-
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
-        assert batch.attention.prepared == "prepared"
-        where, keys = batch.attention, kv.k[0].view(-1)
-        keys[where.slots] = batch.token_ids.to(torch.float32)
+        where = batch.attention
+        assert where.prepared == "prepared"
         self.batches.append(len(batch.token_ids))
-        hidden = []
         for r, (start, end) in enumerate(itertools.pairwise(where.query_start)):
-            table = torch.tensor(where.block_tables[r])
-            slots = (table[:, None] * BLOCK + torch.arange(BLOCK)).view(-1)[: where.context_len[r]]
-            stored = keys[slots].to(torch.int64).tolist()
-            assert batch.positions[start:end].tolist() == list(range(len(stored) - (end - start), len(stored)))
-            hidden += [prefix_hash(stored[: p + 1]) for p in batch.positions[start:end].tolist()]
-        return torch.tensor(hidden, dtype=torch.float32)[:, None]
+            length = where.context_len[r]
+            assert batch.positions[start:end].tolist() == list(range(length - (end - start), length))
+        return super().forward(batch, kv, attention)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.head_rows.append(len(hidden))
-        return self.table[hidden[:, 0].to(torch.int64)]
+        return super().logits(hidden)
 
 
 class FakeBackend(AttentionBackend):
@@ -278,7 +246,4 @@ class Driver:
 
 
 def reference_greedy(prompt: list[int], new: int) -> list[int]:
-    table, tokens = logits_table(), list(prompt)
-    for _ in range(new):
-        tokens.append(int(table[prefix_hash(tokens)].argmax()))
-    return tokens[len(prompt) :]
+    return greedy(prompt, new, VOCAB)

@@ -1,7 +1,7 @@
 """A plugin of one's own, whole: the request field `shout` makes an answer upper-case, at most `max_words` words of it.
 
-Install it beside Tokenbus (`pip install ./examples/shout_plugin`), then `tokenbus serve --enable shout`; or try it without installing:
-`PYTHONPATH=examples/shout_plugin tokenbus serve --load tokenbus_shout:Shout --enable shout`.
+Install it beside Tokenbus (`pip install ./examples/plugin-shout`), then `tokenbus serve --enable shout`; or try it without installing:
+`PYTHONPATH=examples/plugin-shout tokenbus serve --load tokenbus_shout:Shout --enable shout`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Shout(Plugin):
         scope="request",
         lossless=False,
         claims={"shout"},
+        api_version=(1, 1),
     )
     Settings = ShoutSettings
 
