@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -48,6 +49,11 @@ class Grammars:
             self._cache.move_to_end(grammar)
         return future
 
+    def forget(self, grammar: str, matcher: Future[Any]) -> None:
+        """This matcher is spoilt: copies share the library's states, and its error about them. Whoever asks next gets another one."""
+        if self._cache.get(grammar) is matcher:
+            del self._cache[grammar]
+
     def _compile(self, grammar: str) -> Any:
         tokenizer = self.words()[0]
         self.compiled += 1
@@ -67,6 +73,7 @@ class Progress:
 
     def __init__(self, grammars: Grammars, grammar: str) -> None:
         self._grammars = grammars
+        self._grammar = grammar
         self._prototype = grammars.get(grammar)
         self._matcher: Any = None
         self._consumed: list[int] = []
@@ -83,11 +90,13 @@ class Progress:
         size = len(vocabulary.tokens)
         if self._ended:
             return _only(vocabulary.eos_token_ids, size)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._replay(list(self._consumed))
+            bits = self._matcher.compute_bitmask()
         if self._matcher.is_error() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
-            self._matcher = None
-            raise DeadEndError("the grammar allows nothing here: it can't be satisfied any more, or has become too complex")
-        return np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+            self._give_up()
+        return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=size, bitorder="little").view(np.bool_)
 
     def forced(self, output: Sequence[int], most: int) -> tuple[list[int], int]:
         """Tokens that should follow `output`, at most `most`; and how many of them, from the first, certainly do: no other id may stand
@@ -102,8 +111,9 @@ class Progress:
             if self._is_end(allowed[0]):
                 return certain, len(certain)
         rest: list[int] = []
-        if len(certain) < most and self._follow([*output, *certain]) and not self._ended:
-            rest = self._spelled(self._matcher.compute_ff_bytes())
+        with suppress(DeadEndError):
+            if len(certain) < most and self._follow([*output, *certain]) and not self._ended:
+                rest = self._spelled(self._matcher.compute_ff_bytes())
         return [*certain, *rest][:most], len(certain)
 
     def _spelled(self, text: bytes) -> list[int]:
@@ -141,12 +151,40 @@ class Progress:
         if fresh:
             taken = self._matcher.try_consume_tokens(fresh)
             self._consumed += fresh[:taken]
-            if self._matcher.is_error():
-                self._matcher = None
             if taken < len(fresh):
-                return False
+                self._matcher.compute_bitmask()  # tells an error from a token that doesn't fit
+                if not self._matcher.is_error() or self._replay(text) < len(text):
+                    return False
         self._ended = bool(after)
         return not after or (all(token in ends for token in after) and self._matcher.is_accepting())
+
+    def _replay(self, text: list[int]) -> int:
+        """Follow `text` anew, with new states, in the steps in which it was written; how many of its tokens fit.
+
+        The library bounds the work of a step and the states that copies of a matcher share: an error may have come from what others have
+        written, or from following many tokens at once. So only this one counts: DeadEndError when that too is too complex."""
+        self._grammars.forget(self._grammar, self._prototype)
+        self._prototype = self._grammars.get(self._grammar)
+        self._matcher = self._prototype.result().deep_copy()
+        del self._consumed[:]
+        for token in text:
+            self._matcher.compute_bitmask()
+            taken = self._matcher.try_consume_tokens([token])
+            if not taken:
+                self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                self._give_up()
+            if not taken:
+                break
+            self._consumed.append(token)
+        return len(self._consumed)
+
+    def _give_up(self) -> NoReturn:
+        if self._matcher.is_error():
+            self._grammars.forget(self._grammar, self._prototype)
+        self._matcher = None
+        del self._consumed[:]
+        raise DeadEndError("the grammar allows nothing here: it can't be satisfied any more, or has become too complex")
 
     def _go_back(self, text: list[int]) -> None:
         """To the longest common beginning of `text` and what was consumed."""
