@@ -16,7 +16,7 @@ from .host import Switches
 from .plan import Kernels, StepPlan, TokenLogprobs
 from .request import AdmittedRequest
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 # ---- front -> engine ------------------------------------------------------------------------------------------------------------
@@ -159,8 +159,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepBegins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Which requests the engine is about to run: sent before they are. Left out when they are those of the last such message and none of
-    them runs prompt tokens. Should the engine die, it died with these."""
+    """Which requests the engine is about to run: sent before they are. Left out when they are those of the last such message, none of
+    them runs prompt tokens, and none is preempted. Should the engine die, it died with these."""
 
     step_id: int
     runs: dict[str, tuple[int, int]]
@@ -169,6 +169,8 @@ class StepBegins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests taken in since the engine began."""
     cached: dict[str, int] = {}
     """Of requests that begin with this step: prompt tokens that a cache gave, where there were any."""
+    preempted: tuple[str, ...] = ()
+    """Requests that have lost their blocks to this step."""
 
 
 class StepOutput(msgspec.Struct, kw_only=True, tag=True):

@@ -24,6 +24,8 @@ class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int | None = None
     """As in `Request`; None: its first scheduling is not known to have taken place."""
     preemptions: int = 0
+    notes: dict[str, str] = {}
+    """As in `Request`."""
     until: int | None = None
     """New tokens, those above included, at which it ends with "length" for now, to be resumed once more; None: it runs to its end."""
 
@@ -137,6 +139,7 @@ class Request:
         self.prompt_logprobs_sent = before.prompt_logprobs
         self.cached_tokens = before.cached_tokens
         self.preemptions = before.preemptions
+        self.notes |= before.notes
 
     @property
     def num_output(self) -> int:

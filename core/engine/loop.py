@@ -187,7 +187,7 @@ class EngineCore:
     async def _tell(self, plan: StepPlan, order: StepInput) -> None:
         """Have the front know which requests run before they do. Costs nothing while the same ones go on decoding."""
         running = plan.num_tokens.keys()
-        if not plan.num_prompt_tokens and self._told == (self._taken, running):
+        if not plan.num_prompt_tokens and not plan.preempted and self._told == (self._taken, running):
             return
         self._told = self._taken, running
         requests = self.scheduler.requests
@@ -198,6 +198,7 @@ class EngineCore:
                 runs={request_id: (first[request_id], first[request_id] + n) for request_id, n in plan.num_tokens.items()},
                 taken=self._taken,
                 cached={new.request_id: hit for new in order.new if (hit := requests[new.request_id].cached_tokens)},
+                preempted=plan.preempted,
             )
         )
 

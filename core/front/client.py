@@ -1,13 +1,13 @@
 """The engine as the front process sees it: submit requests, read their streams, switch plugins, ask questions.
 
 Used by the HTTP server and by the offline `LLM`; knows nothing of HTTP. The supervisor keeps the process alive, the journal knows the open
-requests, the client turns engine messages into streams, and keeps the front's plugins (plugins.py) in step with the engine's switches.
+requests, the client turns engine messages into streams. Questions and switch changes have rooms of their own (calls.py, switching.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import anyio
@@ -18,17 +18,8 @@ import structlog
 from ..bus import Bus
 from ..config import Config
 from ..contexts import FrontContext
-from ..errors import (
-    ConflictError,
-    ErrorInfo,
-    OverloadedError,
-    RequestError,
-    TokenbusError,
-    UnavailableError,
-    from_wire,
-)
+from ..errors import ErrorInfo, OverloadedError, RequestError, TokenbusError, UnavailableError
 from ..host import PluginHost, Switches
-from ..ipc import FrameError
 from ..messages import (
     Cancel,
     EngineInfo,
@@ -43,13 +34,14 @@ from ..messages import (
     StepOutput,
 )
 from ..request import AdmittedRequest
-from .calls import Call, Change
-from .events import EngineDied, EngineStarted, FeatureChange, LoopLag
+from .calls import Calls
+from .events import EngineDied, EngineStarted, LoopLag
 from .journal import Journal
 from .plugins import FrontPlugins
 from .recovery import Recovery
 from .stream import CancelReason, TokenChunk, TokenStream, failed
 from .supervisor import ENGINE, Death, Supervisor, death_error, startup_error
+from .switching import Switching
 
 __all__ = ["EngineClient", "TokenChunk", "TokenStream"]
 
@@ -76,8 +68,6 @@ class EngineClient:
         self.config = config
         self.bus = bus
         self.host = host
-        self.switches = switches
-        """What is on now, in the front and in the engine; survives a restart."""
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         """The engine's description; None before the first start succeeded. That of the last life while it restarts."""
@@ -85,17 +75,11 @@ class EngineClient:
         self.journal = Journal()
         self.capacity = config.scheduler.max_running + config.scheduler.max_waiting
         """Requests that may be open at once."""
-        self.refusing: dict[str, ErrorInfo] = {}
-        """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
         self._supervisor = Supervisor(config, self, outbox_size=2 * self.capacity + SPARE_MESSAGES, command=command)
         self._recovery = Recovery(self.journal, host, self._supervisor.post)
         self._failed_starts = 0
         """Deaths in a row of engines that were not ready yet."""
         self._streams: dict[str, TokenStream] = {}
-        self._calls: dict[int, Call] = {}
-        self._call_ids = 0
-        self._changes: dict[int, Change] = {}
-        """Switch changes on their way to the engine and back, by call id, in order."""
         self._settled = anyio.Event()
         """Set once the first start succeeded or was given up."""
         self._start_error: TokenbusError | None = None
@@ -105,6 +89,16 @@ class EngineClient:
         self._restart_at = time.monotonic()
         self._start_seconds = FIRST_START_SECONDS
         self._plugins = FrontPlugins(host, FrontContext(bus=bus, config=config, info=lambda: self.info))
+        self._calls = Calls(self._post_call, lambda: UnavailableError(self.ready()[1], retry_after=self._retry_after()))
+        self._switching = Switching(
+            switches,
+            bus=bus,
+            host=host,
+            plugins=self._plugins,
+            journal=self.journal,
+            recovery=self._recovery,
+            calls=self._calls,
+        )
 
     # ---- life -------------------------------------------------------------------------------------------------------------------
 
@@ -200,7 +194,9 @@ class EngineClient:
         when they would be more than `capacity` together with those that are open, RequestError when they alone are more than that,
         TooLargeError when they can't be sent at all.
         """
-        self._refuse_if_unavailable(requests)
+        if self.state != "ready":
+            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
+        self._switching.check_serves(requests)
         if len(requests) > self.capacity:
             raise RequestError(f"{len(requests)} choices at once are more than this server's queue takes ({self.capacity})")
         if len(self._streams) + len(requests) > self.capacity:
@@ -217,19 +213,6 @@ class EngineClient:
         streams = [TokenStream(request.request_id, self._cancel) for request in requests]
         self._streams.update((stream.request_id, stream) for stream in streams)
         return streams
-
-    def _refuse_if_unavailable(self, requests: Iterable[AdmittedRequest]) -> None:
-        if self.state != "ready":
-            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
-        for request in requests:
-            for name in self.refusing:
-                needed = self.host.with_dependents(name, self.switches.on)
-                if any(self.host.needs(request.features, request.fields, other) for other in needed):
-                    error = self.refusing[name]
-                    raise UnavailableError(
-                        f"plugin {name!r} has failed, and this request needs it: {error.message}",
-                        plugin=name, hook=error.hook, retry_after=30.0,
-                    )  # fmt: skip
 
     def _retry_after(self) -> float:
         """Seconds until an engine should be there: the rest of the back-off, and a start as long as the last one."""
@@ -274,15 +257,24 @@ class EngineClient:
     def _after_ends(self) -> None:
         if not self._streams:
             self._all_ended.set()
-        if len(self.host.loaded) > len(self.switches.on):
-            self._settle_plugins()
+        self._switching.requests_ended()
 
-    # ---- calls ------------------------------------------------------------------------------------------------------------------
+    # ---- calls and switches -----------------------------------------------------------------------------------------------------
+
+    @property
+    def switches(self) -> Switches:
+        """What is on now, in the front and in the engine; survives a restart."""
+        return self._switching.switches
+
+    @property
+    def refusing(self) -> dict[str, ErrorInfo]:
+        """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
+        return self._switching.refusing
 
     async def query(self, what: str, **args: Any) -> Any:
         """Ask the engine ("plans", "integrity", "stats"). Raises UnavailableError when no engine can answer, or what it answered."""
-        message = Query(self._next_call_id(), what, args)
-        return await self._answer(message.call_id, self._post_call(message))
+        message = Query(self._calls.next_id(), what, args)
+        return await self._calls.answer(message.call_id, self._calls.ask(message))
 
     async def set_features(self, changes: Mapping[str, bool], who: str) -> Switches:
         """Switch plugins live, all or none, in the engine and in this process; the state after it.
@@ -290,66 +282,14 @@ class EngineClient:
         Raises NotFoundError for an unknown plugin, ConflictError with the reason when refused, UnavailableError without an engine.
         Then nothing has changed. who: for the log and the bus. Cancelled while it waits: the change may come about all the same.
         """
-        expected = next((change.target for change in reversed(self._changes.values())), self.switches)
-        target = self.host.change_switches(expected, changes)
-        message = SetFeatures(self._next_call_id(), dict(changes))
-        self._changes[message.call_id] = Change(message.changes, who, target)
-        try:
-            self._plugins.prepare(target.on)
-            call = self._post_call(message)
-        except TokenbusError:
-            self._forget_change(message.call_id)
-            raise
-        return await self._answer(message.call_id, call)
+        return await self._switching.set(changes, who)
 
-    def _next_call_id(self) -> int:
-        self._call_ids += 1
-        return self._call_ids
+    def _post_call(self, message: Query | SetFeatures) -> bool:
+        return self.state in {"ready", "draining"} and self._supervisor.post(message)
 
-    def _post_call(self, message: Query | SetFeatures) -> Call:
-        try:
-            sent = self.state in {"ready", "draining"} and self._supervisor.post(message)
-        except FrameError as error:
-            raise RequestError(f"the engine can't be asked: {error}") from error
-        if not sent:
-            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
-        call = self._calls[message.call_id] = Call()
-        return call
-
-    async def _answer(self, call_id: int, call: Call) -> Any:
-        try:
-            return await call.wait()
-        finally:
-            self._calls.pop(call_id, None)
-
-    # ---- switches ---------------------------------------------------------------------------------------------------------------
-
-    def _settle_plugins(self) -> None:
-        """Keep what is on, and what will be if the engine agrees to the changes that are on their way."""
-        on = self.switches.on.union(*(change.target.on for change in self._changes.values()))
-        self._plugins.settle(on, self.journal.features_in_use())
-
-    def _forget_change(self, call_id: int) -> None:
-        """It has been refused, or the engine is gone."""
-        if self._changes.pop(call_id, None) is not None:
-            self._settle_plugins()
-
-    def _adopt(self, state: Switches, changes: dict[str, bool], who: str) -> None:
-        """What the engine says is on. The one place where `switches` changes, called in the order of the wire."""
-        self._recovery.switched(self.switches.on, state.on)
-        self.switches = state
-        for name in tuple(self.refusing):
-            if name not in state.on:
-                del self.refusing[name]
-        try:
-            self._plugins.prepare(state.on)
-        except (
-            ConflictError
-        ) as error:  # it was prepared when the change was asked for: nothing but a plugin's own whim leads here
-            log.exception("plugin_failed", plugin=error.plugin, hook=error.hook, error=error.message)
-        self._settle_plugins()
-        log.info("features_changed", changes=changes, on=state.names(), who=who)
-        self.bus.publish(FeatureChange(changes, state, who, time.time()))
+    def _end_calls(self) -> None:
+        self._calls.end(UnavailableError("the engine ended before it could answer", retry_after=self._retry_after()))
+        self._switching.engine_gone()
 
     # ---- what the supervisor tells (its Owner) ----------------------------------------------------------------------------------
 
@@ -360,7 +300,7 @@ class EngineClient:
         self.info = info
         self.restarts = restarts
         self._start_seconds = sum(seconds for phase, seconds in info.phases.items() if "." not in phase)
-        self.refusing.clear()
+        self._switching.refusing.clear()
         if self.state != "draining":
             self.state = "ready"
         self._settled.set()
@@ -379,9 +319,10 @@ class EngineClient:
                 self.bus.publish(LoopLag("engine", message.loop_lag, message.cpu_seconds, message.step_age))
                 self._advance()
             case Reply():
-                self._take_reply(message)
+                self._switching.replied(message)
+                self._calls.reply(message)
             case PluginDisabled():
-                self._plugin_disabled(message)
+                self._switching.plugin_disabled(message)
 
     def engine_died(self, death: Death, restart_in: float | None) -> None:
         count = len(self._streams)
@@ -402,7 +343,13 @@ class EngineClient:
         if restart_in is None or self._failed_starts >= self.config.supervision.resume_starts:
             self._end_all(death_error(death, self._failed_starts))
         if count:
-            log.warning("requests_held", held=len(self._streams), ended=count - len(self._streams), suspects=self.suspects)
+            log.warning(
+                "requests_held",
+                held=len(self._streams),
+                ended=count - len(self._streams),
+                suspects=self.suspects,
+                pairs_kept_apart=len(self._recovery.apart),
+            )
         for entry in self.journal:
             self._streams[entry.admitted.request_id].resumptions = entry.resumptions
         self.bus.publish(EngineDied(death.reason, count, restart_in or 0.0, count - len(self._streams)))
@@ -414,6 +361,7 @@ class EngineClient:
                 tokens, prompt_logprobs = output.tokens.get(request_id, []), output.prompt_logprobs.get(request_id)
                 self._recovery.emitted(request_id, tokens, prompt_logprobs)
                 stream.push(tokens, output.logprobs.get(request_id), prompt_logprobs)
+        self._recovery.step_ended(output.tokens)
         for request_id, end in output.finished.items():
             if request_id in self._streams and (finish := self._recovery.finished(request_id, end)) is not None:
                 self._finish(request_id, finish)
@@ -425,34 +373,9 @@ class EngineClient:
         if output.report is not None:
             self.bus.publish(output.report)
 
-    def _take_reply(self, message: Reply) -> None:
-        """A change counts whether or not whoever asked for it still waits."""
-        if (change := self._changes.pop(message.call_id, None)) is not None:
-            if message.switches is None:
-                self._settle_plugins()
-            else:
-                self._adopt(message.switches, change.changes, change.who)
-        if (call := self._calls.get(message.call_id)) is not None:
-            value = message.value if message.switches is None else message.switches
-            call.answer(value, None if message.error is None else from_wire(message.error))
-
-    def _plugin_disabled(self, message: PluginDisabled) -> None:
-        log.error("plugin_disabled", plugin=message.name, refuses_new=message.refuses_new, error=message.error.message)
-        if message.refuses_new:
-            self.refusing[message.name] = message.error
-        off = dict.fromkeys(sorted(self.switches.on - message.switches.on), False)
-        if off:
-            self._adopt(message.switches, off, f"engine: {message.error.kind}")
-
     def _end_all(self, error: TokenbusError) -> None:
         for request_id in tuple(self._streams):
             self._end(request_id, error)
-
-    def _end_calls(self) -> None:
-        for call in tuple(self._calls.values()):
-            call.answer(None, UnavailableError("the engine ended before it could answer", retry_after=self._retry_after()))
-        for call_id in tuple(self._changes):
-            self._forget_change(call_id)
 
     def _become_stopped(self) -> None:
         self.state = "stopped"

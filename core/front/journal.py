@@ -26,7 +26,9 @@ class OpenRequest:
     cached_tokens: int | None = None
     """Prompt tokens that a cache gave when it was first scheduled; None before."""
     preemptions: int = 0
-    """As far as they are known: an engine tells them at the end."""
+    """As far as they are known: an engine tells of each before the step that needs the blocks, and how many there were at the end."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """What the engines that gave it back noted."""
     resumptions: int = 0
     """Deaths of an engine that had it."""
     begun: bool = False
@@ -50,6 +52,7 @@ class OpenRequest:
             prompt_logprobs=self.prompt_logprobs,
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
+            notes=self.notes,
             until=self.until,
         )
         return msgspec.structs.replace(self.admitted, features=tuple(sorted(self.features)), resumed=resumed)

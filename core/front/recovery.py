@@ -1,18 +1,18 @@
 """Where each open request is - in the engine, or held back here - and what becomes of all of them when an engine dies.
 
-    held ──(no suspects)── all of them ─────────────────────> in the engine ──> ends
+    held ──(no suspects)── all that may run together ───────> in the engine ──> ends
      ^  └──(suspects)── one suspect, alone, for one token ──>  │      │
      │                                                         │      │
      └───────── died, or its one token has come ───────────────┴──────┘
 
 A held request has lost nothing: its journal entry says where its answer stands, and the next engine goes on from there. New requests are
-held too while there are suspects (see quarantine.py). Knows nothing of streams or processes.
+held too while there are suspects (see quarantine.py); apart.py says who may run together. Knows nothing of streams or processes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import DeadlineError, EngineDiedError, TokenbusError, TooLargeError, UnavailableError
 from ..host import PluginHost
@@ -20,6 +20,7 @@ from ..ipc import FrameError
 from ..messages import Add, Finish, StepBegins
 from ..plan import TokenLogprobs
 from ..request import AdmittedRequest
+from .apart import Apart
 from .journal import Journal, OpenRequest
 from .quarantine import TAKEN_IN, Quarantine, Run
 from .stream import failed
@@ -31,6 +32,7 @@ class Recovery:
     def __init__(self, journal: Journal, host: PluginHost, post: Callable[[Add], bool]) -> None:
         """post: False when no engine takes messages; FrameError when this one can't be sent."""
         self.quarantine = Quarantine()
+        self.apart = Apart()
         self._journal = journal
         self._host = host
         self._post = post
@@ -81,6 +83,9 @@ class Recovery:
         for request_id in step.runs:
             if (entry := self._journal.get(request_id)) is not None and entry.cached_tokens is None:
                 entry.cached_tokens = step.cached.get(request_id, 0)
+        for request_id in step.preempted:
+            if (entry := self._journal.get(request_id)) is not None:
+                entry.preemptions += 1
 
     def emitted(self, request_id: str, tokens: Sequence[int], prompt_logprobs: Sequence[TokenLogprobs] | None) -> None:
         entry = self._journal.emit(request_id, tokens, len(prompt_logprobs or ()))
@@ -89,12 +94,16 @@ class Recovery:
                 self._running[request_id] = (entry.num_known - 1, entry.num_known)
             self.quarantine.clear(request_id)
 
+    def step_ended(self, tokens: Mapping[str, Sequence[int]]) -> None:
+        """One step gave these."""
+        self.apart.survived({request_id for request_id, new in tokens.items() if new})
+
     def finished(self, request_id: str, finish: Finish) -> Finish | None:
         """How a request ends that the engine has ended; None when it only gives it back, as it was asked to: then it is held again."""
         entry = self._journal.get(request_id)
         if entry is None or entry.until is None or finish.reason != "length" or len(entry.tokens) < entry.until:
             return finish
-        entry.preemptions = finish.preemptions
+        entry.preemptions, entry.notes = finish.preemptions, finish.notes
         self._come_out(request_id)
         if entry.cancel_reason is not None:  # its Cancel will find nothing to end
             return self.cancelled(request_id)
@@ -106,6 +115,7 @@ class Recovery:
         self._come_out(request_id)
         self._held.discard(request_id)
         self.quarantine.clear(request_id)
+        self.apart.ended(request_id)
 
     def died(self, reason: str) -> dict[str, Finish]:
         """An engine has ended, or could not start. What must end because of that, and how; all else waits for the next one."""
@@ -114,6 +124,7 @@ class Recovery:
             if request_id in self._inside:
                 suspects.setdefault(request_id, TAKEN_IN)
         culprit = self.quarantine.blame(suspects)
+        self.apart.died(suspects)
         ends: dict[str, Finish] = {}
         held: set[str] = set()
         for entry in self._journal:
@@ -170,6 +181,7 @@ class Recovery:
             reason="stop" if entry.cancel_reason == "stop" else "cancelled",
             cached_tokens=entry.cached_tokens or 0,
             preemptions=entry.preemptions,
+            notes=entry.notes,
             features=tuple(sorted(entry.features)),
         )
 
@@ -182,7 +194,7 @@ class Recovery:
                 waited = now - entry.admitted.arrival
                 words = f"the request's time was up after {waited:.1f} s, with {len(entry.tokens)} tokens generated"
                 ends[request_id] = failed(
-                    DeadlineError(f"{words}; it waited for the engine, which had died", request_id=request_id)
+                    DeadlineError(f"{words}; it was held back, as the engine had died", request_id=request_id)
                 )
         return ends
 
@@ -200,6 +212,8 @@ class Recovery:
             request_id = entry.admitted.request_id
             if request_id not in self._held or (suspect is not None and request_id != suspect):
                 continue
+            if not self.apart.may_join(request_id, self._inside):
+                continue
             alone = suspect is not None and len(self.quarantine) > 1  # the last one need not be given back
             entry.until = len(entry.tokens) + 1 if alone and len(entry.tokens) + 1 < entry.admitted.max_tokens else None
             try:
@@ -211,6 +225,7 @@ class Recovery:
                 )
                 continue
             self._held.remove(request_id)
+            self.apart.joins(request_id, self._inside)
             self._went_in(request_id)
         return refused
 

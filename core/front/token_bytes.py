@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import tokenizers
@@ -18,19 +19,31 @@ if TYPE_CHECKING:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How the tokenizer's decoder makes bytes of tokens."""
+
+    kind: Literal["byte_level", "sentencepiece"]
+    space: str = ""
+    """What stands for a space."""
+    bytes_spelled: bool = False
+    """<0xAB> is a byte."""
+    strips_first_space: bool = False
+
+
 class TokenBytes:
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
         self._backend = backend
         self._added = {token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()}
         self.special_ids = special_ids
-        self.kind = _kind(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
-        self.strips_first_space = self.kind == "sentencepiece"
+        self._form = _form(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
+        self.strips_first_space = self._form is not None and self._form.strips_first_space
         """The first space of a whole text is the tokenizer's own addition, not the text's."""
         self._known: dict[int, bytes] = {}
 
     @property
     def supported(self) -> bool:
-        return self.kind is not None
+        return self._form is not None
 
     def __getitem__(self, token_id: int) -> bytes:
         """The token's bytes; empty for ids that no token has (a padded embedding table)."""
@@ -44,38 +57,51 @@ class TokenBytes:
         return b"" if skip_special and token_id in self.special_ids else self[token_id]
 
     def _find(self, token_id: int) -> bytes:
-        if (added := self._added.get(token_id)) is not None:
-            return added.encode()
-        token = self._backend.id_to_token(token_id)
+        added = self._added.get(token_id)
+        token = self._backend.id_to_token(token_id) if added is None else added
         if token is None:
             return b""
-        if self.kind == "byte_level":
+        form = self._form
+        if form is None:
+            return token.encode() if added is not None else self._backend.decode([token_id], skip_special_tokens=False).encode()
+        if form.kind == "byte_level":
             alphabet = _byte_alphabet()
-            try:
+            if added is None and all(char in alphabet for char in token):
                 return bytes(alphabet[char] for char in token)
-            except KeyError:
-                return token.encode()
-        if self.kind == "sentencepiece":
-            match = _BYTE_TOKEN.fullmatch(token)
-            return bytes((int(match[1], 16),)) if match else token.replace("\u2581", " ").encode()
-        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+            return token.encode()
+        if token_id in self.special_ids:
+            return token.encode()
+        # Gemma's runs of spaces are added tokens, spelled like ordinary ones
+        match = _BYTE_TOKEN.fullmatch(token) if form.bytes_spelled else None
+        return bytes((int(match[1], 16),)) if match else token.replace(form.space, " ").encode()
 
 
-def _kind(decoder: dict[str, Any] | None) -> str | None:
+def _form(decoder: dict[str, Any] | None) -> _Form | None:
+    """None: tokens have no fixed bytes, or not in a way known here."""
     if decoder is None:
         return None
-    if decoder["type"] == "ByteLevel":
-        return "byte_level"
-    if decoder["type"] == "Metaspace":
-        return "sentencepiece"
-    if decoder["type"] == "Sequence":
-        parts = decoder["decoders"]
-        kinds = [part["type"] for part in parts]
-        if kinds and all(_kind(part) == "byte_level" or part["type"] in ("Fuse", "ByteFallback") for part in parts):
-            return "byte_level" if "ByteLevel" in kinds else None
-        if "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-            return "sentencepiece"
-    return None
+    parts = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [part["type"] for part in parts]
+    if "ByteLevel" in kinds:
+        return _Form("byte_level") if set(kinds) <= {"ByteLevel", "Fuse", "ByteFallback"} else None
+    space, strips, fused = "", False, False
+    for part in parts:
+        match part:
+            case {"type": "Replace", "pattern": {"String": replaced}, "content": " "} if not space:
+                space = replaced
+            case {"type": "Metaspace", "replacement": replaced} if not space:
+                space, strips = replaced, part.get("prepend_scheme") != "never"
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if fused:
+                strips = True
+            case {"type": "Fuse"}:
+                fused = True
+            case {"type": "ByteFallback"}:
+                continue
+            case _:
+                return None
+    if not space:
+        return None
+    return _Form("sentencepiece", space, bytes_spelled="ByteFallback" in kinds, strips_first_space=strips)
 
 
 @cache

@@ -129,6 +129,8 @@ class Structured(Plugin):
                 if request.request_id not in seen:
                     raise RequestError(str(error)) from None
                 mask = np.zeros(len(values), dtype=np.bool_)
+            if mask is None and request.request_id not in seen:
+                raise RequestError("what was written so far doesn't fit the grammar, so it can't be held to it any more")
             if mask is None:  # a draft that breaks the grammar: the row will not be used
                 continue
             np.copyto(values, -math.inf, where=~mask)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -24,12 +25,13 @@ class DeadEndError(Exception):
 
 
 class Grammars:
-    """Compiled grammars, by their text. One thread compiles, while the worker's goes on."""
+    """Compiled grammars, by their text. One thread compiles, while the worker's goes on. Safe on any thread."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary], cache_entries: int) -> None:
         self._load = vocabulary
         self._cache_entries = cache_entries
         self._cache: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._lock = Lock()
         self._thread = ThreadPoolExecutor(1, "grammars")
         self._words: tuple[Any, Vocabulary] | None = None
         self.compiled = 0
@@ -39,14 +41,21 @@ class Grammars:
 
     def get(self, grammar: str) -> Future[Any]:
         """A matcher before its first token, to be copied; it is being compiled, or was before."""
-        future = self._cache.get(grammar)
-        if future is None:
-            future = self._cache[grammar] = self._thread.submit(self._compile, grammar)
-            while len(self._cache) > self._cache_entries:
-                self._cache.popitem(last=False)
-        else:
-            self._cache.move_to_end(grammar)
-        return future
+        with self._lock:
+            future = self._cache.get(grammar)
+            if future is None:
+                future = self._cache[grammar] = self._thread.submit(self._compile, grammar)
+                while len(self._cache) > self._cache_entries:
+                    self._cache.popitem(last=False)
+            else:
+                self._cache.move_to_end(grammar)
+            return future
+
+    def forget(self, grammar: str, matcher: Future[Any]) -> None:
+        """This matcher is spoilt: copies share the library's states, and its error about them. Whoever asks next gets another one."""
+        with self._lock:
+            if self._cache.get(grammar) is matcher:
+                del self._cache[grammar]
 
     def _compile(self, grammar: str) -> Any:
         tokenizer = self.words()[0]
@@ -67,6 +76,7 @@ class Progress:
 
     def __init__(self, grammars: Grammars, grammar: str) -> None:
         self._grammars = grammars
+        self._grammar = grammar
         self._prototype = grammars.get(grammar)
         self._matcher: Any = None
         self._consumed: list[int] = []
@@ -93,11 +103,13 @@ class Progress:
         size = len(vocabulary.tokens)
         if self._ended:
             return _only(vocabulary.eos_token_ids, size)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._replay(list(self._consumed))
+            bits = self._matcher.compute_bitmask()
         if self._matcher.is_error() or (self._matcher.is_stopped() and not self._matcher.is_accepting()):
-            self._matcher = None
-            raise DeadEndError("the grammar allows nothing here: it can't be satisfied any more, or has become too complex")
-        mask = np.unpackbits(bits, count=size, bitorder="little").view(np.bool_)
+            self._give_up()
+        mask = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=size, bitorder="little").view(np.bool_)
         self._made.append((list(output), mask))
         return mask
 
@@ -106,7 +118,10 @@ class Progress:
         tokenizer would. Its last token may be the beginning of a longer one, which reaches behind the forced text: it is left out, unless
         no other may stand there."""
         self._settle()
-        if not self._follow(output) or self._ended:
+        try:
+            if not self._follow(output) or self._ended:
+                return []
+        except DeadEndError:  # the mask will say so
             return []
         text = self._matcher.compute_ff_bytes()
         if not text and not self._matcher.is_accepting():
@@ -160,12 +175,40 @@ class Progress:
         if fresh:
             taken = self._matcher.try_consume_tokens(fresh)
             self._consumed += fresh[:taken]
-            if self._matcher.is_error():
-                self._matcher = None
             if taken < len(fresh):
-                return False
+                self._matcher.compute_bitmask()  # tells an error from a token that doesn't fit
+                if not self._matcher.is_error() or self._replay(text) < len(text):
+                    return False
         self._ended = bool(after)
         return not after or (all(token in ends for token in after) and self._matcher.is_accepting())
+
+    def _replay(self, text: list[int]) -> int:
+        """Follow `text` anew, with new states, in the steps in which it was written; how many of its tokens fit.
+
+        The library bounds the work of a step and the states that copies of a matcher share: an error may have come from what others have
+        written, or from following many tokens at once. So only this one counts: DeadEndError when that too is too complex."""
+        self._grammars.forget(self._grammar, self._prototype)
+        self._prototype = self._grammars.get(self._grammar)
+        self._matcher = self._prototype.result().deep_copy()
+        del self._consumed[:]
+        for token in text:
+            self._matcher.compute_bitmask()
+            taken = self._matcher.try_consume_tokens([token])
+            if not taken:
+                self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                self._give_up()
+            if not taken:
+                break
+            self._consumed.append(token)
+        return len(self._consumed)
+
+    def _give_up(self) -> NoReturn:
+        if self._matcher.is_error():
+            self._grammars.forget(self._grammar, self._prototype)
+        self._matcher = None
+        del self._consumed[:]
+        raise DeadEndError("the grammar allows nothing here: it can't be satisfied any more, or has become too complex")
 
     def _go_back(self, text: list[int]) -> None:
         """To the longest common beginning of `text` and what was consumed."""

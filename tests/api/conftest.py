@@ -25,6 +25,8 @@ from tokenbus.core.front.events import FeatureChange, RequestRecord, RequestRefu
 from tokenbus.core.front.service import Service
 from tokenbus.core.host import make_host
 
+sys.path.insert(0, str(Path(__file__).parent))  # the kits
+
 
 def _sibling(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"tokenbus_api_tests_{name}", Path(__file__).with_name(f"{name}.py"))
@@ -106,7 +108,7 @@ class ApiClient:
         async with self.session.post(f"{self.url}{path}", json={**body, "stream": True}) as response:
             events = Events(response.status, response.headers)
             async for line in response.content:
-                if not line.strip():
+                if not line.strip() or line.startswith(b":"):  # a comment: the answer is late
                     continue
                 assert line.startswith(b"data: ") or response.status != 200, line
                 if line == b"data: [DONE]\n":

@@ -7,6 +7,7 @@ import json
 
 import anyio
 import pytest
+import structlog
 
 from tokenbus.core.errors import DeadlineError, EngineDiedError, PluginError
 
@@ -106,6 +107,26 @@ async def test_c06_shared_request_ids(api):
     assert not any("mine" in admitted.request_id for admitted in api.engine.admitted)
 
 
+async def test_c06_a_third_after_the_first_is_aborted(api):
+    api.engine.hold_after = 2
+    headers = {"x-request-id": "mine"}
+    await _leave(api, stream=True, after_events=2, headers=headers)
+    second = None
+
+    async def ask():
+        nonlocal second
+        second = await api.complete("second", headers=headers)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(ask)
+        await api.until(lambda: len(api.engine.admitted) == 2 and len(api.engine.ended) == 1)
+        api.engine.resume()
+        third = await api.complete("third", headers=headers)
+    assert (second.text, third.text) == ("second", "third")
+    assert [reason for _, reason in api.engine.ended] == ["cancelled", "stop", "stop"]
+    assert len(api.records) == 3
+
+
 @pytest.mark.parametrize("given", ["a" * 129, "é"])
 async def test_c06_bad_request_ids(api, given):
     answer = await api.complete(headers={"x-request-id": given})
@@ -157,6 +178,24 @@ async def test_c10_field_whose_plugin_is_off(serve, api):
         assert "switched off at start" in answer.error["message"]
         assert (await other.complete("abc", frequency_penalty=0.0)).text == "abc"
         assert other.refusals[0].kind == "FeatureOffError"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "fields"),
+    [
+        ("structured", {"response_format": {"type": "json_object"}}),
+        ("structured", {"structured_outputs": {"regex": "a"}}),
+        ("sampling.logprobs", {"logprobs": True}),
+        ("sampling.stops", {"stop": "x"}),
+    ],
+)
+async def test_c10_every_field_is_refused_while_its_plugin_is_off(serve, api, plugin, fields):
+    async with serve({"features": {"disable": [plugin]}}) as other:
+        for stream in (False, True):
+            answer = await other.chat("abc", stream=stream, **fields)
+            assert (answer.status, answer.error["param"], answer.error["plugin"]) == (400, next(iter(fields)), plugin)
+        assert other.engine.admitted == []
+        await other.check_well()
 
 
 async def test_c10_neutral_and_effectless_fields(api):
@@ -395,11 +434,12 @@ async def test_c40_cancelled_request_is_recorded(api):
     assert [(r.finish_reason, r.output_tokens) for r in api.records] == [("cancelled", 5)]
 
 
-async def _leave(api, *, after_events: int = 0, **fields) -> None:
+async def _leave(api, *, after_events: int = 0, headers=None, **fields) -> None:
     """Send a request, read some events, close the socket."""
+    extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     body = json.dumps({"prompt": "abc", **fields}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(api.url.rpartition(":")[2]))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{extra}Content-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     before = len(api.engine.admitted)
     await api.until(lambda: len(api.engine.admitted) > before)
@@ -413,10 +453,14 @@ async def _leave(api, *, after_events: int = 0, **fields) -> None:
 @pytest.mark.parametrize("where", ["queued", "decoding"])
 async def test_c41_client_gone(api, fields, where):
     api.engine.hold_after = 0 if where == "queued" else 2
-    for _ in range(10):
-        await _leave(api, **fields)
-    await api.until(lambda: not api.engine.open)
-    await api.until(lambda: len(api.records) == 10 * fields.get("n", 1))
+    with structlog.testing.capture_logs() as lines:
+        for _ in range(10):
+            await _leave(api, **fields)
+        await api.until(lambda: not api.engine.open)
+        await api.until(lambda: len(api.records) == 10 * fields.get("n", 1))
+    ended = [(line["id"], line["finish_reason"]) for line in lines if line["event"] == "request_finished"]
+    assert {reason for _, reason in ended} == {"cancelled"}
+    assert len(ended) == len(dict(ended)) == 10, "one line for each"
     assert {reason for _, reason in api.engine.ended} == {"cancelled"}
     assert {record.finish_reason for record in api.records} == {"cancelled"}
     assert len({record.request_id for record in api.records}) == len(api.records)

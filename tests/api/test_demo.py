@@ -79,13 +79,18 @@ async def test_c06_same_id_twice(api):
 
 async def test_c07_penalties_in_a_mixed_batch(api):
     bodies = [
-        {"prompt": numbers(5 if i % 2 else 200, i), "temperature": 0, "max_tokens": 3, "logprobs": 1}
-        | ({"repetition_penalty": 1.1} if i % 4 == 0 else {"frequency_penalty": 0.5} if i % 4 == 1 else {})
+        {"prompt": numbers(5, i) * (1 if i % 2 else 40), "temperature": 0, "max_tokens": 8, "logprobs": 1, "ignore_eos": True}
+        | ({"repetition_penalty": 1.3} if i % 4 == 0 else {"frequency_penalty": 1.5} if i % 4 == 1 else {})
         for i in range(8)
     ]
     together = await gather([api.complete(**body) for body in bodies])
     alone = [await api.complete(**body) for body in bodies]
     assert [shown(answer) for answer in together] == [shown(answer) for answer in alone]
+    off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0}
+    without = [{name: value for name, value in body.items() if name not in off} for body in bodies]
+    neutral = await gather([api.complete(**body, **off) for body in without])
+    assert [shown(answer) for answer in neutral] == [shown(await api.complete(**body)) for body in without]
+    assert [shown(answer) for answer in neutral] != [shown(answer) for answer in alone]
 
 
 async def test_c18_logprobs_are_raw(api):
@@ -106,7 +111,7 @@ async def test_c20_greedy_does_not_depend_on_the_batch(api):
 
 
 async def test_c21_cold_and_cached(api):
-    for length in (15, 16, 17, 32):
+    for length in (15, 16, 17, 32, 100):
         prompt = numbers(length, 7000 + length)
         body = {"prompt": prompt, "temperature": 0, "logprobs": 1, "max_tokens": 2}
         runs = [await api.complete(**body) for _ in range(3)]

@@ -45,7 +45,7 @@ async def test_c27_c28_c29_small_pool(serve_demo, demo_server, client_of):
 
 
 async def test_c59_killed_engine_then_c60_drain(serve_demo, client_of):
-    with serve_demo("--restart-backoff", "0.2", "--drain-seconds", "60") as server:
+    with serve_demo("--restart-backoff", "0.2", "--drain-seconds", "60", "--enable", "speculative.ngram") as server:
         api = client_of(server)
         await api.check_well()
         engine = _engine_of(server.process.pid)
@@ -104,6 +104,7 @@ KINDS: list[dict[str, object]] = [
     {"stream": True, "max_tokens": 80, "n": 2, "frequency_penalty": 0.4, "stop": [" the", "xyzzy"], "min_tokens": 40},
     {"max_tokens": 70, "n": 2, "temperature": 1.1, "top_p": 0.95},
     {"max_tokens": 90, "temperature": 0, "echo": True, "logprobs": 1, "prompt": "A list of colours: red,"},
+    {"stream": True, "max_tokens": 70, "structured_outputs": {"regex": "([a-z]{2,8} ){40,50}"}, "frequency_penalty": 0.5},
 ]
 
 

@@ -20,7 +20,7 @@ CONFIG = {
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers: 128 tokens, sequences of 512."""
+    """A random Llama of two layers: 128 tokens, sequences of 512, with a tokenizer."""
     import torch
     from safetensors.torch import save_file
 
@@ -46,4 +46,19 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         }
     save_file(weights, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    _tokenizer().save(str(folder / "tokenizer.json"))
     return folder
+
+
+def _tokenizer() -> Any:
+    """Three control tokens, then those of printable ASCII, and words up to the end of the vocabulary."""
+    from tokenizers import Tokenizer, decoders, models
+
+    pieces = ["<pad>", "<s>", "</s>", *(chr(code) for code in range(0x21, 0x7F)), "Ġ"]
+    merges = [(a, b) for a in "aeiou" for b in "dnrst"]
+    pieces += [a + b for a, b in merges]
+    pieces += [f"<{index}>" for index in range(VOCAB - len(pieces))]
+    made = Tokenizer(models.BPE({piece: index for index, piece in enumerate(pieces)}, merges))
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<pad>", "<s>", "</s>"])
+    return made

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from tokenbus.core.plugin import Plugin, PluginInfo, StashKey, hookimpl
 
-TOTAL: StashKey[int] = StashKey("total")
+TOTAL: StashKey[tuple[int, int]] = StashKey("total")
 
 
 class Poison(Plugin):
@@ -26,6 +26,17 @@ class Poison(Plugin):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Rival(Plugin):
+    """Requests with `rival: true` kill the engine as soon as two of them draw a token in one step."""
+
+    info: ClassVar[PluginInfo] = PluginInfo(name="rival", summary="a test's", scope="request", lossless=False, claims={"rival"})
+
+    @hookimpl
+    def adjust_logits(self, rows: Sequence[Any]) -> None:
+        if len({row.request.request_id for row in rows}) > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Tally(Plugin):
     """`tally: true` lifts one logit by what its state says, which is built from all tokens so far, and kept up to date."""
 
@@ -33,13 +44,16 @@ class Tally(Plugin):
 
     @hookimpl
     def worker_request_added(self, request: Any) -> None:
-        request.stash[TOTAL] = sum(request.tokens[:-1])
+        request.stash[TOTAL] = len(request.tokens), sum(request.tokens)
 
     @hookimpl
     def adjust_logits(self, logits: Any, rows: Sequence[Any]) -> None:
         for i, row in enumerate(rows):
-            row.request.stash[TOTAL] = total = row.request.stash[TOTAL] + row.tokens[-1]
-            logits[i, total % logits.shape[1]] += 2.0
+            seen, total = row.request.stash[TOTAL]
+            known = len(row.tokens) - row.drafts
+            total += sum(row.tokens[seen:known])
+            row.request.stash[TOTAL] = known, total
+            logits[i, (total + sum(row.tokens[known:])) % logits.shape[1]] += 2.0
 
 
 class Forgetful(Tally):

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
+import tokenizers
 from engine_harness import request
 from test_client import read, until
 
@@ -22,13 +24,14 @@ from tokenbus.core.config import from_mapping
 from tokenbus.core.errors import DeadlineError, EngineDiedError
 from tokenbus.core.front.admission import Admitter, ParsedRequest, Prompt
 from tokenbus.core.front.client import EngineClient, TokenStream
+from tokenbus.core.front.tokenizer import Tokenizer
 from tokenbus.core.host import make_host
 from tokenbus.core.messages import StepReport
 from tokenbus.core.request import AdmittedRequest
 
 pytestmark = pytest.mark.anyio
 
-NAMES = ("poison", "tally", "forgetful")
+NAMES = ("poison", "rival", "tally", "forgetful")
 
 
 @asynccontextmanager
@@ -38,7 +41,10 @@ async def engine_of(path: Path, **sections: dict[str, Any]) -> AsyncIterator[Eng
             "model": {"model": str(path), "threads": 1, **sections.pop("model", {})},
             "cache": {"num_blocks": 256, **sections.pop("cache", {})},
             "supervision": {"restart_backoff": 0.01, "restart_backoff_max": 0.1},
-            "features": {"load": [f"crash_plugins:{name.title()}" for name in NAMES], "enable": NAMES},
+            "features": {
+                "load": [f"crash_plugins:{name.title()}" for name in NAMES],
+                "enable": [*NAMES, "speculative.ngram", "speculative.suffix"],
+            },
             **sections,
         },
         "test",
@@ -55,36 +61,59 @@ async def engine_of(path: Path, **sections: dict[str, Any]) -> AsyncIterator[Eng
                 await client.close()
 
 
+SPELLS = {
+    "type": "function",
+    "function": {
+        "name": "spell",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string", "minLength": 70}}, "required": ["word"]},
+    },
+}
+KINDS: list[dict[str, Any]] = [
+    {},
+    {
+        "structured_outputs": {"regex": "(and|or )+[0-9]{70}"},
+        "frequency_penalty": 0.8,
+        "presence_penalty": 0.3,
+    },
+    {"logprobs": 3},
+    {"min_tokens": 90, "top_p": 0.9},
+    {"prompt_logprobs": 2, "logprobs": 0},
+    {"tools": [SPELLS], "tool_choice": "required", "repetition_penalty": 1.3},
+    {"tally": True},
+    {"ignore_eos": True, "logprobs": 1},
+]
+WITHOUT_DRAFTS = (3, 4, 7)
+"""Kinds that leave speculation out."""
+
+
 def requests(client: EngineClient, name: str, max_tokens: int = 150) -> list[AdmittedRequest]:
     """Sixteen, of all kinds: greedy and seeded, long and short prompts, with everything that looks at past tokens."""
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"frequency_penalty": 0.8, "presence_penalty": 0.3},
-        {"logprobs": 3},
-        {"min_tokens": 90, "top_p": 0.9},
-        {"prompt_logprobs": 2, "logprobs": 0},
-        {"repetition_penalty": 1.3, "top_k": 20},
-        {"tally": True},
-        {"ignore_eos": True, "logprobs": 1},
-    ]
+    tokenizer = Tokenizer(tokenizers.Tokenizer.from_file(f"{client.config.model.model}/tokenizer.json"), {})
     admitter = Admitter(
-        client.config, client.host, switches=lambda: client.switches, info=lambda: client.info, tokenize=lambda text: [1]
+        client.config,
+        client.host,
+        switches=lambda: client.switches,
+        info=lambda: client.info,
+        tokenize=tokenizer.encode_now,
+        vocabulary=tokenizer.vocabulary,
     )
     parsed = [
         ParsedRequest(
-            endpoint="generate",
+            endpoint="chat" if "tools" in fields else "generate",
             prompts=[Prompt([1, *(3 + (7 * i + 5 * k) % 120 for k in range(3 + 40 * (i % 4)))])],
             n=2,
             max_tokens=max_tokens,
             temperature=float(i % 3 > 0),
             seed=100 + i,
             fields=fields,
+            features=dict.fromkeys(("speculative.ngram", "speculative.suffix"), False) if i in WITHOUT_DRAFTS else {},
+            own_features=True,
             group=f"{name}-{i}",
             arrival=time.time(),
         )
-        for i, fields in enumerate(kinds)
+        for i, fields in enumerate(KINDS)
     ]
-    return [admitted for one in parsed for admitted in admitter.admit(one).requests]
+    return [admitted for one in parsed for admitted in admitter.prepare(admitter.admit(one)).requests]
 
 
 async def collect(stream: TokenStream) -> tuple[Any, ...]:
@@ -141,9 +170,11 @@ async def killed_at_random(
     streams = client.submit(requests(client, "killed", max_tokens))
     found: list[Any] = []
     steps = [0]
+    drafts: Counter[str] = Counter()
 
     def count_step(report: StepReport) -> None:
         steps[0] += report.num_requests > 0
+        drafts.update({name: int(count) for name, count in report.counters.items() if name.startswith("speculative")})
 
     client.bus.listen(count_step, StepReport)
 
@@ -166,6 +197,10 @@ async def killed_at_random(
     preempted = sum(stream.finish.preemptions for stream in streams if stream.finish is not None)
     assert bool(preempted) == small_pool
     assert sum(stream.resumptions for stream in streams) >= 16
+    accepted, proposed = (
+        sum(n for name, n in drafts.items() if name.endswith(f".{what}_tokens")) for what in ("accepted", "proposed")
+    )
+    assert 0 < accepted < proposed, drafts
     assert await client.query("integrity") == {"ok": True, "problem": ""}
     assert len(client.journal) == 0
 
@@ -177,8 +212,9 @@ async def test_killed_under_sixteen_streams_every_answer_is_the_same(tiny_llama:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 async def test_killed_twenty_times_under_sixteen_streams(tiny_llama: Path):
-    async with engine_of(tiny_llama) as client:
+    async with engine_of(tiny_llama, cache={"num_blocks": 80}) as client:
         await killed_at_random(client, 20, 2, 380, 10, small_pool=True)
 
 
@@ -197,6 +233,29 @@ async def test_one_poisoned_request_among_fifteen_good_ones_ends_alone(tiny_llam
         assert ended.request_id == "bad"
         assert 2 <= client.restarts <= 3
         assert client.ready() == (True, "ok")
+
+
+@pytest.mark.slow
+async def test_two_that_kill_only_together_run_one_after_the_other_and_nobody_ends(tiny_llama: Path):
+    async with engine_of(tiny_llama) as client:
+        features = client.switches.names()
+
+        def rivals(name: str) -> list[AdmittedRequest]:
+            return [
+                request(f"{name}{i}", [1, 5, 9 + i], 40, features=features, fields={"rival": True, "ignore_eos": True})
+                for i in range(2)
+            ]
+
+        plain = [(await answers(client.submit([rival])))[0] for rival in rivals("plain")]
+        plain += await answers(client.submit(requests(client, "plain", 100)[:6]))
+        assert client.restarts == 0
+        streams = client.submit([*rivals("both"), *requests(client, "good", 100)[:6]])
+        found = await answers(streams)
+        assert [answer[:6] for answer in found] == [answer[:6] for answer in plain]
+        assert client.restarts == 3
+        assert client.suspects == 0
+        assert client.ready() == (True, "ok")
+        assert await client.query("integrity") == {"ok": True, "problem": ""}
 
 
 async def test_plugins_that_forget_and_plugins_that_are_off_by_now(tiny_llama: Path):
@@ -241,7 +300,7 @@ async def test_time_and_clients_go_on_while_the_engine_is_away(tiny_llama: Path)
         kill(client)
         left.cancel("stop")  # on its way to an engine that is no more
         began = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"time was up after 2\.\d s, .* it waited for the engine"):
+        with pytest.raises(DeadlineError, match=r"time was up after 2\.\d s, .* it was held back"):
             await read(late)
         assert not client.ready()[0]
         await read(left)

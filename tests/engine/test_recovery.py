@@ -9,6 +9,7 @@ from engine_harness import request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenbus.core.front.apart import Apart
 from tokenbus.core.front.journal import Journal
 from tokenbus.core.front.quarantine import TAKEN_IN, Quarantine
 from tokenbus.core.front.recovery import Recovery
@@ -45,11 +46,52 @@ def test_a_token_in_between_takes_the_blame_away():
     assert quarantine.blame({"a": (0, 5)}) == "a"
 
 
+def test_who_died_together_twice_joins_one_at_a_time_and_after_the_third_waits_for_the_others_end():
+    apart = Apart()
+    for _ in range(2):
+        assert all(apart.may_join(name, {"a", "b", "c", "d"} - {name}) for name in "abcd")
+        apart.died(["a", "b", "c", "d"])
+    apart.joins("a", set())
+    assert apart.may_join("b", {"a"})
+    apart.joins("b", {"a"})
+    assert not apart.may_join("c", {"a", "b"}), "b has not run with a yet"
+    assert apart.may_join("new", {"a", "b"})
+    apart.survived({"a", "b", "new"})
+    assert apart.may_join("c", {"a", "b"})
+    apart.joins("c", {"a", "b"})
+    apart.died({"a", "b", "c"})
+    assert not apart.may_join("c", {"a", "b"})
+    assert len(apart) == 2
+    assert apart.may_join("b", {"a"}), "they have run together in between"
+    apart.joins("b", {"a"})
+    assert apart.may_join("d", {"a", "b"}), "its turn has come"
+    apart.survived({"a", "b", "d"})
+    apart.ended("a")
+    assert not apart.may_join("c", {"b", "d"})
+    apart.ended("b")
+    assert apart.may_join("c", {"d"})
+    apart.survived({"c", "d"})
+    assert len(apart) == 0
+    assert apart._deaths == {}
+
+
+def test_deaths_with_a_common_step_in_between_keep_nobody_apart():
+    apart = Apart()
+    for _ in range(5):
+        apart.died(["a", "b"])
+        apart.survived({"a"})
+        assert apart.may_join("b", {"a"})
+        apart.survived({"a", "b"})
+    assert len(apart) == 0
+
+
 @dataclass
 class Engine:
     """Runs everything it has in each step, prompts in chunks; one token each once the prompt is done."""
 
     poison: dict[str, int]
+    pairs: list[tuple[str, str, int]]
+    """Two that kill together, from so many new tokens of the first on."""
     chunk: int
     inside: dict[str, AdmittedRequest] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
@@ -74,7 +116,7 @@ class Engine:
     def dies(self, step: StepBegins) -> bool:
         return any(
             last == self.known[name] and self._new(name) == self.poison.get(name, -2) for name, (_, last) in step.runs.items()
-        )
+        ) or any({a, b} <= step.runs.keys() and self._new(a) >= at for a, b, at in self.pairs)
 
     def _new(self, name: str) -> int:
         return self.known[name] - len(self.inside[name].prompt)
@@ -100,6 +142,7 @@ class Engine:
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12),
     poison=st.dictionaries(st.integers(0, 11), st.integers(AT_INTAKE, 11), max_size=4),
+    pairs=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11), st.integers(0, 6)), max_size=4),
     chunk=st.integers(1, 40),
     outside=st.sets(st.integers(0, 60), max_size=4),
     late=st.dictionaries(st.integers(0, 80), st.tuples(st.integers(1, 30), st.integers(1, 12)), max_size=4),
@@ -109,14 +152,16 @@ class Engine:
 def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
     lengths: list[tuple[int, int]],
     poison: dict[int, int],
+    pairs: list[tuple[int, int, int]],
     chunk: int,
     outside: set[int],
     late: dict[int, tuple[int, int]],
     batch: int,
     cancels: dict[int, int],
 ):
-    """outside: steps before which somebody kills the engine, whatever it does; late: requests that come at such steps; batch: of those
-    that are there from the beginning, so many are handed over at once; cancels: who is given up by its client, and when."""
+    """pairs: which two kill whenever they run together, from when on; outside: steps before which somebody kills the engine, whatever
+    it does; late: requests that come at such steps; batch: of those that are there from the beginning, so many are handed over at once;
+    cancels: who is given up by its client, and when."""
     journal = Journal()
     inbox: list[AdmittedRequest] = []
     alone_and_killed: list[set[str]] = []
@@ -128,6 +173,7 @@ def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
     recovery = Recovery(journal, PluginHost("front"), post)
     everything = {f"r{i}": (prompt, tokens) for i, (prompt, tokens) in enumerate(lengths)}
     poisoned = {f"r{i}": at for i, at in poison.items() if i < len(lengths) and at < lengths[i][1]}
+    quarrels = [(f"r{a}", f"r{b}", at) for a, b, at in pairs if a != b]
     given_out: dict[str, list[int]] = {name: [] for name in everything}
     errors: set[str] = set()
     finished: set[str] = set()
@@ -158,7 +204,7 @@ def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
     names = list(everything)
     for first in range(0, len(names), batch):
         admit(names[first : first + batch])
-    engine, deaths, step_id = Engine(poisoned, chunk), 0, 0
+    engine, deaths, step_id = Engine(poisoned, quarrels, chunk), 0, 0
     while len(journal) or any(at > step_id for at in late):
         step_id += 1
         assert step_id < 5000
@@ -190,7 +236,7 @@ def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
             for name, finish in recovery.died("it died").items():
                 assert finish.error is None or "twice at the same position" in finish.error.message
                 end(name, finish)
-            engine = Engine(poisoned, chunk)
+            engine = Engine(poisoned, quarrels, chunk)
             recovery.started()
         elif step is not None:
             tokens, ends = engine.finish(step)
@@ -207,7 +253,8 @@ def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
     assert len(left) <= len(cancels)
     for name in finished:
         assert given_out[name] == [1000 + i for i in range(everything[name][1])]
-    assert deaths <= 3 * len(poisoned) + 2 * len(outside)
+    assert deaths <= 3 * len(poisoned) + 2 * len(outside) + 3 * len({frozenset(pair[:2]) for pair in quarrels})
+    assert len(recovery.apart) == len(recovery.quarantine) == 0
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "stop"])
@@ -269,3 +316,32 @@ def test_suspects_go_in_one_at_a_time_for_a_token_and_then_everybody():
     assert len(recovery.quarantine) == 0
     assert sent() == [("a", [7, 9], None), ("waits", [], None), ("new", [], None)]
     assert not any(recovery.holds(name) for name in ("a", "b", "waits", "new"))
+
+
+def test_preemptions_and_notes_of_a_dead_engine_are_kept():
+    journal, posted = Journal(), []
+    recovery = Recovery(journal, PluginHost("front"), lambda message: posted.append(message) or True)
+    made = [request(name, [1], 9) for name in ("a", "b")]
+    journal.admit(made)
+    recovery.submit(made)
+    recovery.step_begins(StepBegins(step_id=1, runs={"a": (0, 1), "b": (0, 1)}, taken=2))
+    recovery.step_begins(StepBegins(step_id=2, runs={"a": (1, 2)}, taken=2, preempted=("b",)))
+    recovery.step_begins(StepBegins(step_id=3, runs={"b": (0, 2)}, taken=2, preempted=("a",)))
+    recovery.step_begins(StepBegins(step_id=4, runs={"a": (0, 2), "b": (2, 3)}, taken=2, preempted=("gone",)))
+    recovery.died("x")
+    recovery.started()
+    recovery.advance()
+    (again,) = posted[-1].requests
+    assert (again.request_id, again.resumed.preemptions, again.resumed.notes) == ("a", 1, {})
+    recovery.emitted("a", [5], None)
+    assert recovery.finished("a", Finish(reason="length", preemptions=4, notes={"p": "why"})) is None
+    recovery.emitted("b", [5], None)
+    recovery.advance()
+    (again,) = posted[-1].requests
+    assert (again.request_id, again.resumed.preemptions, again.resumed.notes) == ("b", 1, {})
+    recovery.died("x")
+    entry = journal.get("a")
+    assert entry is not None
+    entry.cancel_reason = "cancelled"
+    finish = recovery.cancelled("a")
+    assert (finish.preemptions, finish.notes) == (4, {"p": "why"})

@@ -69,14 +69,24 @@ async def test_a_step_is_told_before_it_runs_and_only_when_there_is_something_ne
 
 async def test_a_resumed_request_goes_on_after_its_last_token():
     async with engine() as e:
-        resumed = Resumed(tokens=[31, 32], cached_tokens=1, preemptions=2)
+        resumed = Resumed(tokens=[31, 32], cached_tokens=1, preemptions=2, notes={"p": "why"})
         await e.add(request("a", max_tokens=5, resumed=resumed))
         await e.until_finished("a")
         assert e.tokens["a"] == [33, 34, 35]
         assert e.worker.orders[0].new[0].tokens == [10, 20, 30, 31, 32]
         assert e.worker.orders[0].new[0].num_prompt_tokens == 3
         finish = e.finished["a"]
-        assert (finish.reason, finish.cached_tokens, finish.preemptions) == ("length", 1, 2)
+        assert (finish.reason, finish.cached_tokens, finish.preemptions, finish.notes) == ("length", 1, 2, {"p": "why"})
+
+
+async def test_a_preemption_is_told_before_the_step_that_needs_the_blocks():
+    async with engine(num_blocks=6, block_size=4) as e:
+        await e.add(request("a", [1, 2, 3, 4], 16), request("b", [5, 6, 7, 8], 16))
+        await e.until_finished("a", "b")
+        told = [name for step in e.begun for name in step.preempted]
+        assert told
+        for name in ("a", "b"):
+            assert told.count(name) == e.finished[name].preemptions
 
 
 async def test_a_request_may_be_asked_to_come_back():

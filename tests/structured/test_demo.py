@@ -54,6 +54,28 @@ def test_every_seed_gives_a_valid_answer(llm):
         json.loads(without)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_c45_room_is_not_spent_on_white_space(llm):
+    texts = {
+        "type": "object",
+        "properties": {name: {"type": "string"} for name in ("title", "text")},
+        "required": ["title", "text"],
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": texts}}
+    params = [SamplingParams(temperature=1.0, max_tokens=200, seed=seed, response_format=form) for seed in range(20)]
+    answers = [output.outputs[0] for output in llm.generate(["Something as JSON:"] * 20, params, use_tqdm=False)]
+    for answer in answers:
+        if answer.finish_reason == "stop":
+            jsonschema.validate(json.loads(answer.text), texts)
+        else:
+            assert answer.finish_reason == "length"
+        between = re.split(r'"(?:[^"\\]|\\.)*"?', answer.text)
+        assert max(sum(char.isspace() for char in piece) for piece in between) <= 3 * 9, answer.text
+    assert sum(answer.finish_reason == "stop" for answer in answers) > 5
+    assert run(llm, temperature=0, prompts="1, 2, 3, 4,", max_tokens=3)[0].outputs[0].text == " 5,"
+
+
 def test_alone_in_a_batch_and_after_preemption_the_tokens_are_the_same(llm):
     one = [run(llm, seed=seed, response_format=FORMAT, logprobs=2, max_tokens=70)[0].outputs[0] for seed in (1, 2)]
     params = [

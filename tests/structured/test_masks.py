@@ -216,3 +216,45 @@ def test_a_dead_end_ends_one_request(worker):
     assert isinstance(found.errors["r"], RequestError)
     assert found.errors.keys() == {"r"}
     assert found.token_ids[1] == ord("a")
+
+
+def test_what_does_not_fit_is_never_gone_on_with_unmasked(worker):
+    bad = worker.request("regex", "ab?", output=b"zz")
+    good = worker.request("regex", "ab?", request_id="good")
+    found = worker.sample([row(bad), row(good)])
+    assert isinstance(found.errors["r"], RequestError)
+    assert "doesn't fit the grammar" in found.errors["r"].message
+    assert found.errors.keys() == {"r"}
+    assert found.token_ids[1] == ord("a")
+
+
+NESTED = "(((a){1,200}){1,200}){1,200}"
+
+
+def longest(state):
+    """So many letters it follows one by one before it is too complex."""
+    for length in range(200):
+        try:
+            assert ids(state.mask(list(b"a" * length))) >= {ord("a")}
+        except DeadEndError:
+            return length - 1
+    return None
+
+
+def test_c51_a_regex_that_explodes_ends_where_it_becomes_too_complex_and_for_nobody_else():
+    """Its states are made as texts need them, and shared: the library's bound on them, once met, is met by every copy."""
+    shared = kit.grammars()
+    others = [kit.progress("regex", NESTED, shared) for _ in range(2)]
+    assert all(other.mask(list(b"aaaa")) is not None for other in others)
+    first = kit.progress("regex", NESTED, shared)
+    most = longest(first)
+    assert most is not None
+    assert most > 10
+    for _ in range(2):
+        with pytest.raises(DeadEndError, match="too complex"):
+            first.mask(list(b"a" * (most + 1)))
+        assert others[0].mask(list(b"aaaaa")) is not None
+        assert kit.fits(others[1], "a" * 8), "though many tokens at once are more work than one after the other"
+        assert kit.fits(kit.progress("regex", NESTED, shared), "a" * most)
+        assert others[0].mask(list(b"aab")) is None, "a draft that breaks the grammar"
+    assert longest(kit.progress("regex", NESTED, kit.grammars())) == most
