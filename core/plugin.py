@@ -40,8 +40,8 @@ class PluginInfo:
     """What a plugin declares about itself. Immutable."""
 
     __slots__ = (
-        "api_version", "claims", "conflicts", "default", "enforces", "lossless", "name", "requires", "resumable", "scope", "slot",
-        "summary",
+        "api_version", "claims", "conflicts", "default", "enforces", "live_settings", "lossless", "name", "requires", "resumable",
+        "scope", "slot", "summary",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class PluginInfo:
         slot: Slot | None = None,
         default: bool = False,
         resumable: bool = True,
+        live_settings: Iterable[str] = (),
         api_version: tuple[int, int] = HOOK_API_VERSION,
     ) -> None:
         """
@@ -71,6 +72,8 @@ class PluginInfo:
         slot: exactly one plugin is active in a slot; swapping is atomic. default: on unless switched off.
         resumable: when an engine dies, `request_added` and `worker_request_added` of the next one can rebuild all that it knew of a
             request, from the request's tokens and fields. If not, requests that need it and have begun to answer end with an error.
+        live_settings: names of its `Settings` that can change while it is loaded: `self.settings` is then replaced between two steps, in
+            front and engine (not in the worker), so it must be read where it is used.
         """
         put = object.__setattr__
         put(self, "name", name)
@@ -84,6 +87,7 @@ class PluginInfo:
         put(self, "slot", slot)
         put(self, "default", default)
         put(self, "resumable", resumable)
+        put(self, "live_settings", frozenset(live_settings))
         put(self, "api_version", tuple(api_version))
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -1,7 +1,7 @@
 """The engine as the front process sees it: submit requests, read their streams, switch plugins, ask questions.
 
 Used by the HTTP server and by the offline `LLM`; knows nothing of HTTP. The supervisor keeps the process alive, the journal knows the open
-requests, the client turns engine messages into streams, and keeps the front's plugins (plugins.py) in step with the engine's switches.
+requests, the client turns engine messages into streams. What is on, and how that changes, is in switches.py and settings.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from ..bus import Bus
 from ..config import Config
 from ..contexts import FrontContext
 from ..errors import (
-    ConflictError,
     ErrorInfo,
     OverloadedError,
     RequestError,
@@ -29,6 +28,7 @@ from ..errors import (
 )
 from ..host import PluginHost, Switches
 from ..ipc import FrameError
+from ..live_settings import MOST_OPEN
 from ..messages import (
     Cancel,
     EngineInfo,
@@ -39,17 +39,20 @@ from ..messages import (
     Query,
     Reply,
     SetFeatures,
+    SetSettings,
     StepBegins,
     StepOutput,
 )
 from ..request import AdmittedRequest
-from .calls import Call, Change
-from .events import EngineDied, EngineStarted, FeatureChange, LoopLag
+from .calls import Call
+from .events import EngineDied, EngineStarted, LoopLag
 from .journal import Journal
-from .plugins import FrontPlugins
+from .plugins import Hold
 from .recovery import Recovery
+from .settings import LiveSettings
 from .stream import CancelReason, TokenChunk, TokenStream, failed
 from .supervisor import ENGINE, Death, Supervisor, death_error, startup_error
+from .switches import FrontSwitches
 
 __all__ = ["EngineClient", "TokenChunk", "TokenStream"]
 
@@ -76,26 +79,23 @@ class EngineClient:
         self.config = config
         self.bus = bus
         self.host = host
-        self.switches = switches
-        """What is on now, in the front and in the engine; survives a restart."""
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         """The engine's description; None before the first start succeeded. That of the last life while it restarts."""
         self.restarts = 0
         self.journal = Journal()
-        self.capacity = config.scheduler.max_running + config.scheduler.max_waiting
-        """Requests that may be open at once."""
-        self.refusing: dict[str, ErrorInfo] = {}
-        """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
-        self._supervisor = Supervisor(config, self, outbox_size=2 * self.capacity + SPARE_MESSAGES, command=command)
+        self.settings = LiveSettings(config, host, bus)
+        self._supervisor = Supervisor(
+            config, self, outbox_size=2 * max(self.capacity, MOST_OPEN) + SPARE_MESSAGES, command=command
+        )
         self._recovery = Recovery(self.journal, host, self._supervisor.post)
+        context = FrontContext(bus=bus, config=config, info=lambda: self.info)
+        self._switches = FrontSwitches(switches, host, context, self.journal, self._recovery, bus)
         self._failed_starts = 0
         """Deaths in a row of engines that were not ready yet."""
         self._streams: dict[str, TokenStream] = {}
         self._calls: dict[int, Call] = {}
         self._call_ids = 0
-        self._changes: dict[int, Change] = {}
-        """Switch changes on their way to the engine and back, by call id, in order."""
         self._settled = anyio.Event()
         """Set once the first start succeeded or was given up."""
         self._start_error: TokenbusError | None = None
@@ -104,7 +104,6 @@ class EngineClient:
         self._started = False
         self._restart_at = time.monotonic()
         self._start_seconds = FIRST_START_SECONDS
-        self._plugins = FrontPlugins(host, FrontContext(bus=bus, config=config, info=lambda: self.info))
 
     # ---- life -------------------------------------------------------------------------------------------------------------------
 
@@ -115,7 +114,7 @@ class EngineClient:
         """
         self._started = True
         try:
-            self._plugins.start(self.switches.on)
+            self._switches.start()
             task_status.started()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._measure_lag)
@@ -178,6 +177,21 @@ class EngineClient:
         return doubt is None, doubt or "ok"
 
     @property
+    def switches(self) -> Switches:
+        """What is on now, in the front and in the engine; survives a restart."""
+        return self._switches.now
+
+    @property
+    def refusing(self) -> dict[str, ErrorInfo]:
+        """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
+        return self._switches.refusing
+
+    @property
+    def capacity(self) -> int:
+        """Requests that may be open at once."""
+        return self.settings.capacity
+
+    @property
     def open_requests(self) -> int:
         return len(self._streams)
 
@@ -221,15 +235,7 @@ class EngineClient:
     def _refuse_if_unavailable(self, requests: Iterable[AdmittedRequest]) -> None:
         if self.state != "ready":
             raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
-        for request in requests:
-            for name in self.refusing:
-                needed = self.host.with_dependents(name, self.switches.on)
-                if any(self.host.needs(request.features, request.fields, other) for other in needed):
-                    error = self.refusing[name]
-                    raise UnavailableError(
-                        f"plugin {name!r} has failed, and this request needs it: {error.message}",
-                        plugin=name, hook=error.hook, retry_after=30.0,
-                    )  # fmt: skip
+        self._switches.refuse_if_failed(requests)
 
     def _retry_after(self) -> float:
         """Seconds until an engine should be there: the rest of the back-off, and a start as long as the last one."""
@@ -271,11 +277,14 @@ class EngineClient:
             for request_id, finish in self._recovery.expired(time.time()).items():
                 self._finish(request_id, finish)
 
+    def hold_plugins(self) -> Hold:
+        """What keeps a request's plugins loaded in this process until it is submitted."""
+        return self._switches.hold()
+
     def _after_ends(self) -> None:
         if not self._streams:
             self._all_ended.set()
-        if len(self.host.loaded) > len(self.switches.on):
-            self._settle_plugins()
+        self._switches.release()
 
     # ---- calls ------------------------------------------------------------------------------------------------------------------
 
@@ -290,15 +299,20 @@ class EngineClient:
         Raises NotFoundError for an unknown plugin, ConflictError with the reason when refused, UnavailableError without an engine.
         Then nothing has changed. who: for the log and the bus. Cancelled while it waits: the change may come about all the same.
         """
-        expected = next((change.target for change in reversed(self._changes.values())), self.switches)
-        target = self.host.change_switches(expected, changes)
-        message = SetFeatures(self._next_call_id(), dict(changes))
-        self._changes[message.call_id] = Change(message.changes, who, target)
+        return await self._change(self._switches.begin(self._next_call_id(), changes, who), self._switches)
+
+    async def set_settings(self, changes: Mapping[str, Any], who: str) -> None:
+        """Change live settings, all or none, in the engine between two steps and then in this process.
+
+        Raises what `live_settings.check` raises, UnavailableError without an engine; then nothing has changed. Cancelled while it waits:
+        the change may come about all the same."""
+        await self._change(self.settings.begin(self._next_call_id(), changes, who), self.settings)
+
+    async def _change(self, message: SetFeatures | SetSettings, owner: FrontSwitches | LiveSettings) -> Any:
         try:
-            self._plugins.prepare(target.on)
             call = self._post_call(message)
-        except TokenbusError:
-            self._forget_change(message.call_id)
+        except TokenbusError as error:
+            owner.refused(message.call_id, error)
             raise
         return await self._answer(message.call_id, call)
 
@@ -306,7 +320,7 @@ class EngineClient:
         self._call_ids += 1
         return self._call_ids
 
-    def _post_call(self, message: Query | SetFeatures) -> Call:
+    def _post_call(self, message: Query | SetFeatures | SetSettings) -> Call:
         try:
             sent = self.state in {"ready", "draining"} and self._supervisor.post(message)
         except FrameError as error:
@@ -322,39 +336,13 @@ class EngineClient:
         finally:
             self._calls.pop(call_id, None)
 
-    # ---- switches ---------------------------------------------------------------------------------------------------------------
-
-    def _settle_plugins(self) -> None:
-        """Keep what is on, and what will be if the engine agrees to the changes that are on their way."""
-        on = self.switches.on.union(*(change.target.on for change in self._changes.values()))
-        self._plugins.settle(on, self.journal.features_in_use())
-
-    def _forget_change(self, call_id: int) -> None:
-        """It has been refused, or the engine is gone."""
-        if self._changes.pop(call_id, None) is not None:
-            self._settle_plugins()
-
-    def _adopt(self, state: Switches, changes: dict[str, bool], who: str) -> None:
-        """What the engine says is on. The one place where `switches` changes, called in the order of the wire."""
-        self._recovery.switched(self.switches.on, state.on)
-        self.switches = state
-        for name in tuple(self.refusing):
-            if name not in state.on:
-                del self.refusing[name]
-        try:
-            self._plugins.prepare(state.on)
-        except (
-            ConflictError
-        ) as error:  # it was prepared when the change was asked for: nothing but a plugin's own whim leads here
-            log.exception("plugin_failed", plugin=error.plugin, hook=error.hook, error=error.message)
-        self._settle_plugins()
-        log.info("features_changed", changes=changes, on=state.names(), who=who)
-        self.bus.publish(FeatureChange(changes, state, who, time.time()))
-
     # ---- what the supervisor tells (its Owner) ----------------------------------------------------------------------------------
 
     def hello_switches(self) -> Switches:
-        return self.switches
+        return self._switches.now
+
+    def hello_config(self) -> Config:
+        return self.settings.config
 
     def engine_ready(self, info: EngineInfo, restarts: int) -> None:
         self.info = info
@@ -381,7 +369,7 @@ class EngineClient:
             case Reply():
                 self._take_reply(message)
             case PluginDisabled():
-                self._plugin_disabled(message)
+                self._switches.disabled(message)
 
     def engine_died(self, death: Death, restart_in: float | None) -> None:
         count = len(self._streams)
@@ -427,32 +415,28 @@ class EngineClient:
 
     def _take_reply(self, message: Reply) -> None:
         """A change counts whether or not whoever asked for it still waits."""
-        if (change := self._changes.pop(message.call_id, None)) is not None:
-            if message.switches is None:
-                self._settle_plugins()
-            else:
-                self._adopt(message.switches, change.changes, change.who)
+        error = None if message.error is None else from_wire(message.error)
+        if error is not None:
+            self._switches.refused(message.call_id, error)
+            self.settings.refused(message.call_id, error)
+        elif message.switches is not None:
+            self._switches.answered(message.call_id, message.switches)
+        else:
+            self.settings.answered(message.call_id)
         if (call := self._calls.get(message.call_id)) is not None:
-            value = message.value if message.switches is None else message.switches
-            call.answer(value, None if message.error is None else from_wire(message.error))
-
-    def _plugin_disabled(self, message: PluginDisabled) -> None:
-        log.error("plugin_disabled", plugin=message.name, refuses_new=message.refuses_new, error=message.error.message)
-        if message.refuses_new:
-            self.refusing[message.name] = message.error
-        off = dict.fromkeys(sorted(self.switches.on - message.switches.on), False)
-        if off:
-            self._adopt(message.switches, off, f"engine: {message.error.kind}")
+            call.answer(message.value if message.switches is None else message.switches, error)
 
     def _end_all(self, error: TokenbusError) -> None:
         for request_id in tuple(self._streams):
             self._end(request_id, error)
 
     def _end_calls(self) -> None:
+        words = "the engine ended before it could answer"
         for call in tuple(self._calls.values()):
-            call.answer(None, UnavailableError("the engine ended before it could answer", retry_after=self._retry_after()))
-        for call_id in tuple(self._changes):
-            self._forget_change(call_id)
+            call.answer(None, UnavailableError(words, retry_after=self._retry_after()))
+        error = UnavailableError(words)
+        self._switches.all_refused(error)
+        self.settings.all_refused(error)
 
     def _become_stopped(self) -> None:
         self.state = "stopped"
@@ -461,7 +445,7 @@ class EngineClient:
             self._settled.set()
         self._end_calls()
         self._end_all(UnavailableError(SHUTDOWN_MESSAGE))
-        self._plugins.stop()
+        self._switches.stop()
         self._stopped.set()
 
     async def _measure_lag(self) -> None:
