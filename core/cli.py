@@ -51,6 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     _new_plugin(_command(commands, "new-plugin", "write the skeleton of a plugin package, with a test"))
     _plan_memory(_command(commands, "plan-memory", "say what a model needs in memory, without loading its weights"))
     _selftest(_command(commands, "selftest", "check that no switch changes an answer, with this model on this machine"))
+    _remote(_command(commands, "features", "show or switch a running server's plugins"), "on|off")
+    _remote(_command(commands, "settings", "show or change a running server's live settings"), "VALUE")
     _chat(_command(commands, "chat", "talk with a model on the terminal"))
     _generate(_command(commands, "generate", "continue prompts and print the texts"))
     return parser
@@ -83,6 +85,13 @@ def _plan_memory(parser: argparse.ArgumentParser) -> None:
 def _selftest(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
     add_settings(parser, ("model", "cache", "features"))
+
+
+def _remote(parser: argparse.ArgumentParser, value: str) -> None:
+    parser.add_argument("changes", nargs="*", metavar=f"NAME={value}", help="changes: all or none of them are made")
+    parser.add_argument("--json", action="store_true", help="the server's answer as it is")
+    parser.add_argument("--url", metavar="URL", help="where the server is (default: made from --host and --port)")
+    add_settings(parser, ("server",), ("host", "port", "admin_key"))
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:

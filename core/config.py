@@ -99,7 +99,13 @@ class ServerConfig(Section, frozen=True):
         "speculative.suffix",
         "structured.jump_forward",
     )
-    """Request-scope plugins that a client may switch in the body."""
+    """Request-scope plugins that a client may switch in the body: off for its request, and on where the server has them off."""
+    audit_file: str | None = None
+    """Where every live change of switches and settings is written, as JSON lines; None: kept in memory only."""
+    audit_file_mb: PositiveInt = 16
+    """MiB at which the file is set aside as FILE.1, and a new one begun."""
+    audit_files_kept: Annotated[int, Meta(ge=0, le=1000)] = 4
+    """Files set aside that are kept."""
     log_format: Literal["auto", "console", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -11,11 +11,13 @@ is called while the plugin is on at all.
 
 *None* means "no opinion" in every hook that returns something, unless the hook says otherwise.
 
-*Live switches.* A lossless plugin that is switched on joins the open requests, and one that is switched off leaves them, except those
-whose client pinned it, that use a field it claims, or that have another plugin which requires it; nor does it join a request that lacks
-what it requires or has what it conflicts with. Any other plugin stays with the requests that were admitted with it, and
-is loaded, its hooks called, until the last of them has ended. Hooks that are called "before the request is queued" are not called for a
-plugin that joins later, but for `request_added`; `worker_request_added` is.
+*Switches.* A plugin of scope "request" that is off may come for single requests, whose clients (or an experiment's arm) ask for it: it is
+loaded and started for them, and stopped and unloaded after the last of them. A lossless plugin that is switched on live joins the open
+requests, and one that is switched off leaves them, except those whose client or arm decided about it, that use a field it claims, or that
+have another plugin which requires it; nor does it join a request that lacks what it requires or has what it conflicts with. Any other
+plugin stays with the requests that were admitted with it, and is loaded, its hooks called, until the last of them has ended. Hooks that
+are called "before the request is queued" are not called for a plugin that joins later, but for `request_added`; `worker_request_added`
+is.
 
 *Raising.* In a per-request hook the request ends with an error that names plugin and hook; nobody else notices. `RequestError` raised
 from `check_fields` or `prepare_fields` is the client's error and reaches it as it is. In an engine-wide hook of the engine or worker the
@@ -91,7 +93,7 @@ class TextFilter(Protocol):
 
 @hookspec
 def front_started(front: FrontContext) -> None:
-    """Front, engine-wide, quick. Once when the plugin is switched on in the front process (at start or live).
+    """Front, engine-wide, quick. Once when the plugin is switched on in the front process (at start or live), or comes for a request.
 
     The place to subscribe to the front's bus (`front.bus`), which tells of requests that ended, steps and switch changes.
     """
@@ -99,7 +101,8 @@ def front_started(front: FrontContext) -> None:
 
 @hookspec
 def front_stopped() -> None:
-    """Front, engine-wide, quick. Once when the plugin is switched off or the server ends: undo `front_started`. An error is logged."""
+    """Front, engine-wide, quick. Once when the plugin is switched off, goes with the last request it came for, or the server ends: undo
+    `front_started`. An error is logged."""
 
 
 @hookspec
@@ -140,7 +143,7 @@ def prepare_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[st
     Called on a pool thread, for several requests at the same time; other requests go on meanwhile. It must end by itself within seconds,
     whatever it is given: nobody can stop a thread, so work that has no bound belongs into a process that the plugin kills. Raise
     `FieldError` when a field is wrong, `OverloadedError` or `UnavailableError` when the client should come again. Returns what
-    `check_fields` returns. When switches change meanwhile, both are called again.
+    `check_fields` returns. Switches that change meanwhile leave the request what it was admitted with; none of its plugins is stopped.
     """
     ...
 
@@ -176,12 +179,13 @@ def tool_parser(request: ParserContext) -> OutputParser | None:
 
 @hookspec
 def engine_started(engine: EngineContext) -> None:
-    """Engine, engine-wide, quick. Once when the plugin is switched on, after the KV pool exists."""
+    """Engine, engine-wide, quick. Once when the plugin is switched on or comes for a request, after the KV pool exists."""
 
 
 @hookspec
 def engine_stopped() -> None:
-    """Engine, engine-wide, quick. Once when the plugin is switched off: give back what it holds (blocks it retained, say)."""
+    """Engine, engine-wide, quick. Once when the plugin is off and no request has it any more: give back what it holds (blocks it
+    retained, say)."""
 
 
 @hookspec(firstresult=True)

@@ -48,6 +48,8 @@ MAY_BLOCK = frozenset({"prepare_fields"})
 """Hooks that are called on a pool thread; they may also say that the client should come again."""
 
 KERNEL_SLOTS = ("attention", "quantization")
+SHARED_SLOTS = (*KERNEL_SLOTS, "scheduling")
+"""What holds these works for all requests of an engine, whatever the plugin's scope is."""
 MAX_TABLES = 1024
 """Cached hook tables; clients choose which fields they use, so the cache must not grow without bound."""
 
@@ -114,6 +116,8 @@ class Switches(msgspec.Struct, frozen=True):
 
     on: frozenset[str]
     reasons: dict[str, str] = {}
+    failed: frozenset[str] = frozenset()
+    """Those that are off because they failed: no request may bring them back, only whoever switches them on."""
 
     def names(self) -> tuple[str, ...]:
         return tuple(sorted(self.on))
@@ -212,12 +216,12 @@ class PluginHost:
         reasons: dict[str, str] = dict.fromkeys(sorted(unwanted), "switched off at start")
         on: list[str] = []
         for name in wanted:
-            if reason := self._obstacle(name, on):
+            if reason := self.obstacle(name, on):
                 raise ConfigError(f"can't enable {name!r}: {reason}")
             on.append(name)
         for name in sorted(self.catalogue):
             if self.info(name).default and name not in unwanted and name not in on:
-                if reason := self._obstacle(name, on):
+                if reason := self.obstacle(name, on):
                     reasons[name] = reason
                 else:
                     on.append(name)
@@ -241,8 +245,8 @@ class PluginHost:
                     f"{name!r} is chosen at start (scope engine): restart with --{'enable' if wish else 'disable'} {name}"
                 )
             if wish:
-                if info.resident and name not in self.residents(now.on):
-                    raise ConflictError(f"{name!r} takes memory that is shared out at start: restart with --enable {name}")
+                if (reason := self.no_memory(name, now.on)) is not None:
+                    raise ConflictError(f"{name!r} {reason}")
                 on.add(name)
                 reasons.pop(name, None)
             elif name in on:
@@ -260,11 +264,12 @@ class PluginHost:
         for name in sorted(on):
             for needed in sorted(self.info(name).requires - on):
                 raise ConflictError(f"{name!r} needs {needed!r}: switch both, or {name!r} first")
-            if reason := self._obstacle(name, sorted(on - {name})):
+            if reason := self.obstacle(name, sorted(on - {name})):
                 raise ConflictError(f"{name!r} can't be on: {reason}")
-        return Switches(frozenset(on), reasons)
+        return Switches(frozenset(on), reasons, now.failed - {name for name, wish in changes.items() if wish})
 
-    def _obstacle(self, name: str, on: Iterable[str]) -> str | None:
+    def obstacle(self, name: str, on: Iterable[str]) -> str | None:
+        """Why a plugin can't be on beside these others: a conflict, or a slot that one of them holds."""
         info = self.info(name)
         for other in on:
             theirs = self.info(other)
@@ -277,6 +282,12 @@ class PluginHost:
     def residents(self, on: Iterable[str] = ()) -> frozenset[str]:
         """Plugins that keep memory which was shared out at start, of `on` and of those that the configuration has on."""
         return frozenset(n for n in {*self.start_switches(*self.at_start).on, *on} if self.info(n).resident)
+
+    def no_memory(self, name: str, on: Iterable[str]) -> str | None:
+        """Why a plugin that is off can't come now, if that is because it keeps memory."""
+        if not self.info(name).resident or name in self.residents(on):
+            return None
+        return f"takes memory that is shared out at start: restart with --enable {name}"
 
     def kernels(self, on: Iterable[str]) -> str:
         """What decides the bits of K/V: the lossy holders of the slot "attention", and the lossy plugins of scope "engine", which are part
@@ -380,6 +391,12 @@ class PluginHost:
         if gone:
             self._tables.clear()
         return gone
+
+    def set_settings(self, name: str, values: Mapping[str, Any], settings: Any) -> None:
+        """Have a plugin, loaded now or later, use other settings: as written, and as its `Settings`."""
+        self._settings[name] = dict(values)
+        if name in self.loaded:
+            self.loaded[name].settings = settings
 
     def check_settings(self) -> None:
         """ConfigError when settings are given for a plugin that does not exist."""

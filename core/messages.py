@@ -50,6 +50,14 @@ class SetFeatures(msgspec.Struct, frozen=True, tag=True):
     changes: dict[str, bool]
 
 
+class SetSettings(msgspec.Struct, frozen=True, tag=True):
+    """Change live settings between two steps, all or none; answered by a Reply without a value, or an error."""
+
+    call_id: int
+    values: dict[str, Any]
+    """By name (core/live_settings.py), checked."""
+
+
 class Query(msgspec.Struct, frozen=True, tag=True):
     """Ask the engine something; answered by a Reply. what: "plans" (args: last), "integrity", "stats"."""
 
@@ -62,7 +70,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Stop after the current step; open requests get no further output."""
 
 
-FrontMessage = Hello | Add | Cancel | SetFeatures | Query | Shutdown
+FrontMessage = Hello | Add | Cancel | SetFeatures | SetSettings | Query | Shutdown
 
 
 # ---- engine -> front ------------------------------------------------------------------------------------------------------------

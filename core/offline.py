@@ -103,7 +103,9 @@ class LLM:
         tokenizer, template = load_text_parts(model, config)
         self._portal.call(client.wait_ready)
         name = config.model.served_model_name or model.name
-        return Service(config, host, client, bus, model_name=name, tokenizer=tokenizer, template=template)
+        service = Service(config, host, client, bus, model_name=name, tokenizer=tokenizer, template=template)
+        self._stack.callback(service.close)
+        return service
 
     def _stop(self, client: EngineClient, running: Future[Any]) -> None:
         self._portal.call(client.close)

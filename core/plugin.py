@@ -40,8 +40,8 @@ class PluginInfo:
     """What a plugin declares about itself. Immutable."""
 
     __slots__ = (
-        "api_version", "claims", "conflicts", "default", "enforces", "lossless", "name", "requires", "resident", "resumable", "scope",
-        "slot", "summary",
+        "api_version", "claims", "conflicts", "default", "enforces", "live_settings", "lossless", "name", "requires", "resident",
+        "resumable", "scope", "slot", "summary",
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class PluginInfo:
         default: bool = False,
         resumable: bool = True,
         resident: bool = False,
+        live_settings: Iterable[str] = (),
         api_version: tuple[int, int] = HOOK_API_VERSION,
     ) -> None:
         """
@@ -74,6 +75,8 @@ class PluginInfo:
             request, from the request's tokens and fields. If not, requests that need it and have begun to answer end with an error.
         resident: it takes memory that is shared out at start (`side_model`). It can be switched only if it was on at start; while it is
             off, the worker's instance stays.
+        live_settings: names of its `Settings` that can change while it is loaded: `self.settings` is then replaced between two steps, in
+            front and engine (not in the worker), so it must be read where it is used.
         """
         put = object.__setattr__
         put(self, "name", name)
@@ -88,6 +91,7 @@ class PluginInfo:
         put(self, "default", default)
         put(self, "resumable", resumable)
         put(self, "resident", resident)
+        put(self, "live_settings", frozenset(live_settings))
         put(self, "api_version", tuple(api_version))
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -48,7 +48,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True):
     features: tuple[str, ...] = ()
     """Names of all plugins in force for this request, sorted."""
     pinned: dict[str, bool] = {}
-    """Request-scope plugins that the client itself switched: live switches leave these alone."""
+    """Request-scope plugins that the client itself, or an experiment's arm, decided about: live switches leave these alone."""
     tenant: str = ""
     """Who asks: a hash of the API key, or "". Caches and quotas may separate by it."""
     arm: str = ""

@@ -42,8 +42,10 @@ def sections() -> dict[str, type[msgspec.Struct]]:
     }
 
 
-def add_settings(parser: argparse.ArgumentParser, only: Iterable[str] | None = None) -> None:
-    """Flags for the sections named (all of them by default), `--config` and `--plugin-setting`."""
+def add_settings(
+    parser: argparse.ArgumentParser, only: Iterable[str] | None = None, fields: Iterable[str] | None = None
+) -> None:
+    """Flags for the sections named (all of them by default), of those for the fields named, `--config` and `--plugin-setting`."""
     parser.add_argument("--config", metavar="FILE", help="settings as a TOML file; flags go over it")
     parser.add_argument(
         "--plugin-setting",
@@ -56,12 +58,16 @@ def add_settings(parser: argparse.ArgumentParser, only: Iterable[str] | None = N
     chosen = tuple(only) if only is not None else tuple(sections())
     for section, struct in sections().items():
         if section in chosen:
-            _add_section(parser, section, struct)
+            _add_section(parser, section, struct, None if fields is None else frozenset(fields))
 
 
-def _add_section(parser: argparse.ArgumentParser, section: str, struct: type[msgspec.Struct]) -> None:
+def _add_section(
+    parser: argparse.ArgumentParser, section: str, struct: type[msgspec.Struct], fields: frozenset[str] | None
+) -> None:
     group = parser.add_argument_group(f"[{section}]")
     for field in msgspec.structs.fields(struct):
+        if fields is not None and field.name not in fields:
+            continue
         flag = "--" + field.name.replace("_", "-")
         if section == "features" and field.name in SWITCHES:
             group.add_argument(flag, action=_Switch, dest=field.name, metavar="PLUGIN", help=_help(struct.__name__, field.name))

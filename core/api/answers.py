@@ -13,6 +13,7 @@ from ..front.detokenizer import decode_all
 from ..front.generation import Choice, Delta, Generation
 from ..front.reader import CallDelta
 from ..front.tokenizer import Tokenizer
+from ..messages import Finish
 from ..plan import TokenLogprobs
 from .logprobs import CompletionLogprobs, chat_entries, prompt_entries, prompt_offsets
 
@@ -106,16 +107,36 @@ class Answer(ABC):
         seeds = admission.seeds
         info: dict[str, Any] = {
             "features": list(ends[0].features if ends and ends[0].features else admission.features),
-            "arm": admission.parsed.arm or "default",
+            "arm": admission.arm or "default",
             "seed": seeds[0],
             "cached_tokens": self.usage()["prompt_tokens_details"]["cached_tokens"],
             "notes": {name: note for end in ends for name, note in end.notes.items()},
         }
+        if states := self._states(ends):
+            info["switches"] = states
         if len(seeds) > 1:
             info["seeds"] = seeds
         if resumed := max((choice.stream.resumptions for choice in self.generation.choices), default=0):
             info["resumed"] = resumed
         return info
+
+    def _states(self, ends: list[Finish]) -> dict[str, dict[str, Any]]:
+        """Of each plugin that client or arm named, that a live switch reached, or that has a note: what applied in the end, who decided,
+        and why it isn't more than that."""
+        admission = self.generation.admission
+        decided, before = admission.decision.states, frozenset(admission.features)
+        after = frozenset(ends[0].features) if ends and not ends[0].error else before
+        notes = {name: note for end in ends for name, note in end.notes.items()}
+        states: dict[str, dict[str, Any]] = {}
+        for name in sorted(decided.keys() | (before ^ after) | notes.keys()):
+            on, state = name in after, decided.get(name)
+            because = notes.get(name) or (None if state is None else state.because)
+            if on != (name in before):
+                because = f"the server's switch went {'on' if on else 'off'} while the request ran"
+            states[name] = {"on": on, "source": "server" if state is None else state.source}
+            if because is not None:
+                states[name]["because"] = because
+        return states
 
     def _end(self, choice: Choice) -> dict[str, Any]:
         return {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}

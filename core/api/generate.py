@@ -212,7 +212,7 @@ def _headers(call: Call, generation: Generation) -> dict[str, str]:
     return {
         "x-request-id": call.request_id,
         "x-tokenbus-features": ",".join(admission.features),
-        "x-tokenbus-arm": admission.parsed.arm or "default",
+        "x-tokenbus-arm": admission.arm or "default",
     }
 
 

@@ -99,6 +99,11 @@ class FeaturesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Checked by `check_switches`."""
 
 
+class SettingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    settings: dict[str, Any]
+    """Checked by `live_settings.check`."""
+
+
 B = TypeVar("B", bound=msgspec.Struct)
 
 

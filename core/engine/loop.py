@@ -26,6 +26,7 @@ import anyio
 import anyio.lowlevel
 import structlog
 
+from .. import live_settings, logs
 from ..actors import Mailbox
 from ..bus import Bus
 from ..config import Config
@@ -47,6 +48,7 @@ from ..messages import (
     Query,
     Reply,
     SetFeatures,
+    SetSettings,
     Shutdown,
     StepBegins,
     StepOutput,
@@ -94,6 +96,7 @@ class EngineCore:
             on_plugin_failure=self._switchboard.note_failure,
             start_plugin=self._switchboard.revive,
         )
+        self._config = config
         self._host = host
         self._worker = worker
         self._channel = channel
@@ -222,6 +225,8 @@ class EngineCore:
                     self.scheduler.cancel(request_id, message.reason, now)
             case SetFeatures():
                 await self._answer(message.call_id, lambda: self._switch(message))
+            case SetSettings():
+                await self._answer(message.call_id, lambda: self._configure(message))
             case Query():
                 await self._answer(message.call_id, lambda: Reply(message.call_id, self._ask(message.what, message.args)))
             case Shutdown():
@@ -240,6 +245,14 @@ class EngineCore:
 
     def _switch(self, message: SetFeatures) -> Reply:
         return Reply(message.call_id, switches=self._switchboard.change(self.scheduler, message.changes))
+
+    def _configure(self, message: SetSettings) -> Reply:
+        values = live_settings.check(self._config, self._host, message.values)
+        self._config = config = live_settings.with_values(self._config, values)
+        live_settings.apply_to_plugins(config, self._host, values)
+        self.scheduler.configure(config.scheduler)
+        logs.set_level(config.server.log_level)
+        return Reply(message.call_id)
 
     def _ask(self, what: str, args: Mapping[str, Any]) -> Any:
         match what:
@@ -274,6 +287,7 @@ class EngineCore:
             "allocation_failures": pool.allocation_failures,
             "on": scheduler.switches.names(),
             "loaded": sorted(self._host.loaded),
+            "settings": live_settings.live_values(self._config, self._host),
         }
 
     # ---- beside the loop --------------------------------------------------------------------------------------------------------

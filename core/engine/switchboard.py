@@ -48,13 +48,16 @@ class Switchboard:
         self._on_worker = switches.on
 
     def revive(self, name: str) -> None:
-        """Load and start a plugin that is off, for requests that had it when an engine died. PluginLoadError when it can't be."""
-        self._host.load((name,))
+        """Load and start a plugin that is off, for a request that has it all the same. PluginLoadError when it can't be; it then counts
+        as failed."""
         try:
+            self._host.load((name,))
             self._started(name)
         except TokenbusError as error:
             self._host.release_unused(self._host.loaded.keys() - {name})
-            raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
+            failure = PluginLoadError(error.message, plugin=name, hook=error.hook)
+            self.note_failure(name, failure)
+            raise failure from error
 
     def change(self, scheduler: Scheduler, changes: Mapping[str, bool]) -> Switches:
         """Switch plugins; the state after it. NotFoundError or ConflictError, and nothing changed, when refused."""
@@ -95,6 +98,9 @@ class Switchboard:
         """The worker has finished a step."""
         if order.features is not None:
             self._on_worker = frozenset(order.features)
+        for error in result.errors.values():
+            if error.kind == PluginLoadError.__name__ and error.plugin is not None:
+                self.note_failure(error.plugin, from_wire(error))
         if result.kernels is not None and (failed := result.kernels.error) is not None and failed.plugin is not None:
             self.note_failure(failed.plugin, from_wire(failed))
 
@@ -117,12 +123,8 @@ class Switchboard:
         for name, error in failures.items():
             if name in scheduler.switches.on:
                 notices.append(self._disable(scheduler, name, error))
-            elif name in self._host.loaded:
-                self._lingering_failed.add(name)
-                ended = self._end_users(scheduler, frozenset({name}), error)
-                log.error(
-                    "plugin_failed_after_it_went_off", plugin=name, hook=error.hook, error=error.message, ended_requests=ended
-                )
+            elif name in self._host.catalogue:
+                notices.append(self._keep_off(scheduler, name, error))
         for name, error in unloadable.items():
             if name in scheduler.switches.on:
                 notices.append(self._switch_off(scheduler, name, error))
@@ -144,6 +146,15 @@ class Switchboard:
         log.error("plugin_failed_and_kept", plugin=name, hook=error.hook, error=error.message, ended_requests=ended)
         return PluginDisabled(name, error.to_wire(), refuses_new=True, switches=scheduler.switches)
 
+    def _keep_off(self, scheduler: Scheduler, name: str, error: TokenbusError) -> PluginDisabled:
+        """One that is off failed for requests that have it: those that need it end, and no other may have it."""
+        self._lingering_failed.add(name)
+        ended = self._end_users(scheduler, frozenset({name}), error)
+        log.error("plugin_failed_after_it_went_off", plugin=name, hook=error.hook, error=error.message, ended_requests=ended)
+        now = scheduler.switches
+        scheduler.apply_switches(Switches(now.on, now.reasons | {name: _after_failure(error)}, now.failed | {name}))
+        return PluginDisabled(name, error.to_wire(), refuses_new=False, switches=scheduler.switches)
+
     def _end_users(self, scheduler: Scheduler, names: frozenset[str], error: TokenbusError) -> int:
         """End the requests that can't do without one of these plugins; how many they were."""
         users = [
@@ -157,12 +168,10 @@ class Switchboard:
 
     def _switch_off(self, scheduler: Scheduler, name: str, error: TokenbusError) -> PluginDisabled:
         doomed = self._host.with_dependents(name, scheduler.switches.on)
-        reasons = dict(scheduler.switches.reasons)
-        for other in doomed:
-            why = f"switched off after it failed: {error.message}" if other == name else f"needs {name!r}, which failed"
-            reasons[other] = plain_text(why)
+        now = scheduler.switches
+        reasons = now.reasons | dict.fromkeys(sorted(doomed), f"needs {name!r}, which failed") | {name: _after_failure(error)}
         log.error("plugin_switched_off", plugin=name, hook=error.hook, error=error.message, with_it=sorted(doomed - {name}))
-        scheduler.apply_switches(Switches(scheduler.switches.on - doomed, reasons), time.time())
+        scheduler.apply_switches(Switches(now.on - doomed, reasons, now.failed | {name}), time.time())
         self._refusing -= doomed
         return PluginDisabled(name, error.to_wire(), refuses_new=False, switches=scheduler.switches)
 
@@ -176,3 +185,7 @@ class Switchboard:
                 impl()
             except TokenbusError as error:
                 log.exception("plugin_failed", plugin=name, hook="engine_stopped", error=error.message)
+
+
+def _after_failure(error: TokenbusError) -> str:
+    return plain_text(f"switched off after it failed: {error.message}")

@@ -19,12 +19,14 @@ import msgspec
 
 from ..config import Config
 from ..contexts import AdmissionContext, Vocabulary
-from ..errors import ContextLengthError, FeatureOffError, FieldError, NotAllowedError, UnavailableError
+from ..errors import ContextLengthError, FeatureOffError, FieldError, PluginLoadError, UnavailableError
 from ..hook_answers import plain_data_problem
 from ..host import HookTable, Impl, PluginHost, Switches
 from ..messages import EngineInfo
 from ..params import asks_for_nothing
 from ..request import AdmittedRequest
+from .features import Decision, Overrides, decide, feature_field, leave_arm
+from .plugins import Hold
 
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
 """Accepted in every request and ignored: they ask nothing of an answer."""
@@ -68,10 +70,11 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     """Switches the client asks for."""
     own_features: bool = False
     """The caller is the operator: any request-scope plugin may be switched."""
+    overrides: Overrides | None = None
+    """The arm of an experiment that it is given to, and the arm's flags."""
     group: str = ""
     """The API request's id; made by `new_id`."""
     tenant: str = ""
-    arm: str = ""
     arrival: float = 0.0
     """Unix seconds."""
     tokenize_seconds: float = 0.0
@@ -84,11 +87,18 @@ class Admission(msgspec.Struct, kw_only=True):
     parsed: ParsedRequest
     requests: list[AdmittedRequest]
     features: tuple[str, ...]
+    decision: Decision
+    """Who decided what about them."""
     seeds: list[int]
     """One a prompt."""
     table: HookTable
     """Front hooks of this request."""
     context: AdmissionContext
+
+    @property
+    def arm(self) -> str:
+        """Of an experiment; "": none."""
+        return self.decision.arm
 
 
 _serial = itertools.count(1)
@@ -121,15 +131,18 @@ class Admitter:
         self._tokenize = tokenize
         self._vocabulary = vocabulary
 
-    def admit(self, parsed: ParsedRequest) -> Admission:
-        """Raises RequestError (the client's fault), UnavailableError (no engine yet), PluginError (a `check_fields` failed)."""
+    def admit(self, parsed: ParsedRequest, hold: Hold | None = None) -> Admission:
+        """Raises RequestError (the client's fault), UnavailableError (no engine yet), PluginError (a `check_fields` failed).
+
+        hold: what keeps the request's plugins loaded until it is submitted; without one, it can't have any that is off."""
         info = self._info()
         if info is None:
             raise UnavailableError("the engine is not ready yet", retry_after=2.0)
         limits = [self._check_prompt(prompt, parsed, info) for prompt in parsed.prompts]
         self._check_counts(parsed)
         self._check_core(parsed)
-        features, pinned = self._features(parsed)
+        decision = self._decide(parsed, hold)
+        features = decision.features
         fields, table, context = self._fields(parsed, features, max(limits, default=0), info)
         seeds = [self._seed(parsed) for _ in parsed.prompts]
         names = tuple(sorted(features))
@@ -143,9 +156,9 @@ class Admitter:
                 choice=choice,
                 fields=fields,
                 features=names,
-                pinned=pinned,
+                pinned=decision.pinned,
                 tenant=parsed.tenant,
-                arm=parsed.arm,
+                arm=decision.arm,
                 arrival=parsed.arrival,
                 deadline=parsed.arrival + self._timeout(parsed),
                 group=parsed.group,
@@ -153,7 +166,9 @@ class Admitter:
             for index, prompt in enumerate(parsed.prompts)
             for choice in range(parsed.n)
         ]
-        return Admission(parsed=parsed, requests=requests, features=names, seeds=seeds, table=table, context=context)
+        return Admission(
+            parsed=parsed, requests=requests, features=names, decision=decision, seeds=seeds, table=table, context=context
+        )
 
     def prepare(self, admission: Admission) -> Admission:
         """What `prepare_fields` makes of it. Blocking, on any thread. Raises what `admit` raises, and OverloadedError."""
@@ -213,37 +228,29 @@ class Admitter:
 
     # ---- features ---------------------------------------------------------------------------------------------------------------
 
-    def _features(self, parsed: ParsedRequest) -> tuple[frozenset[str], dict[str, bool]]:
-        on = self._switches().on
-        if not parsed.features:
-            return on, {}
-        for name in parsed.features:
-            self._may_switch(name, parsed.own_features)
-        for name, wish in parsed.features.items():
-            if wish and name not in on:
-                why = self._switches().reasons.get(name, "not enabled")
-                raise FeatureOffError(
-                    _feature_field(name), f"is off on this server ({why}): a request can't switch it on", plugin=name
-                )
-        features = on - {name for name, wish in parsed.features.items() if not wish}
-        for name in features:
-            info = self._host.info(name)
-            if missing := info.requires - features:
-                raise FieldError(_feature_field(name), f"needs {min(missing)!r}, which is off for this request")
-        return features, dict(parsed.features)
-
-    def _may_switch(self, name: str, own: bool) -> None:
-        if name not in self._host.catalogue:
-            close = difflib.get_close_matches(name, self._host.catalogue, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise FieldError(_feature_field(name), f"no plugin is called so{hint}")
-        info = self._host.info(name)
-        if info.scope != "request":
-            raise FieldError(_feature_field(name), f"can't differ between requests (scope {info.scope})")
+    def _decide(self, parsed: ParsedRequest, hold: Hold | None) -> Decision:
+        """The features, all loaded in this process."""
+        switches, overrides = self._switches(), parsed.overrides
         allowed = self._config.server.client_features
-        if not own and name not in allowed:
-            listed = ", ".join(allowed) or "none"
-            raise NotAllowedError(f"clients may not switch {name!r} here; those they may: {listed}", param=_feature_field(name))
+        decision = decide(self._host, switches, parsed.features, allowed=allowed, own=parsed.own_features, overrides=overrides)
+        try:
+            self._load(decision.features, switches.on, hold)
+        except PluginLoadError as error:
+            if error.plugin is None or error.plugin in parsed.features or overrides is None:
+                name = error.plugin or ""
+                raise FeatureOffError(
+                    feature_field(name), f"is off on this server and can't be started: {error.message}", plugin=name
+                ) from error
+            decision = decide(self._host, switches, parsed.features, allowed=allowed, own=parsed.own_features)
+            decision = leave_arm(decision, switches, overrides, error.message)
+            self._load(decision.features, switches.on, hold)
+        return decision
+
+    def _load(self, features: frozenset[str], on: frozenset[str], hold: Hold | None) -> None:
+        if hold is not None:
+            hold.load(features, on)
+        elif missing := features - on - self._host.loaded.keys():
+            raise PluginLoadError("nothing keeps it loaded here", plugin=min(missing))
 
     # ---- fields -----------------------------------------------------------------------------------------------------------------
 
@@ -304,7 +311,11 @@ class Admitter:
             reasons = self._switches().reasons
             plugin = claimers[0]
             why = f" ({reasons[plugin]})" if plugin in reasons else ""
-            raise FeatureOffError(name, f"the plugin that honours it, {plugin!r}, is off{why}", plugin=plugin)
+            hint = f'; "tokenbus": {{"features": {{"{plugin}": true}}}} switches it on for this request'
+            may = plugin in self._config.server.client_features and plugin not in self._switches().failed
+            raise FeatureOffError(
+                name, f"the plugin that honours it, {plugin!r}, is off{why}{hint if may else ''}", plugin=plugin
+            )
 
     def _hint(self, name: str) -> str:
         claims = {claim for cls in self._host.catalogue.values() for claim in cls.info.claims}
@@ -333,10 +344,6 @@ def check_counts(n: int, prompts: int, config: Config) -> None:
         raise FieldError(
             "n", f"{prompts} prompts times n={n} is {prompts * n} choices; at most {limits.max_choices} are allowed"
         )
-
-
-def _feature_field(name: str) -> str:
-    return f"tokenbus.features.{name}"
 
 
 def fields_of(mapping: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """The engine as the front process sees it: submit requests, read their streams, switch plugins, ask questions.
 
 Used by the HTTP server and by the offline `LLM`; knows nothing of HTTP. The supervisor keeps the process alive, the journal knows the open
-requests, the client turns engine messages into streams. Questions and switch changes have rooms of their own (calls.py, switching.py).
+requests, the client turns engine messages into streams. What is on, and how that changes, is in switches.py and settings.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import anyio
@@ -18,8 +18,17 @@ import structlog
 from ..bus import Bus
 from ..config import Config
 from ..contexts import FrontContext
-from ..errors import ErrorInfo, OverloadedError, RequestError, TokenbusError, UnavailableError
+from ..errors import (
+    ErrorInfo,
+    OverloadedError,
+    RequestError,
+    TokenbusError,
+    UnavailableError,
+    from_wire,
+)
 from ..host import PluginHost, Switches
+from ..ipc import FrameError
+from ..live_settings import MOST_OPEN
 from ..messages import (
     Cancel,
     EngineInfo,
@@ -30,18 +39,20 @@ from ..messages import (
     Query,
     Reply,
     SetFeatures,
+    SetSettings,
     StepBegins,
     StepOutput,
 )
 from ..request import AdmittedRequest
-from .calls import Calls
+from .calls import Call
 from .events import EngineDied, EngineStarted, LoopLag
 from .journal import Journal
-from .plugins import FrontPlugins
+from .plugins import Hold
 from .recovery import Recovery
+from .settings import LiveSettings
 from .stream import CancelReason, TokenChunk, TokenStream, failed
 from .supervisor import ENGINE, Death, Supervisor, death_error, startup_error
-from .switching import Switching
+from .switches import FrontSwitches
 
 __all__ = ["EngineClient", "TokenChunk", "TokenStream"]
 
@@ -73,13 +84,18 @@ class EngineClient:
         """The engine's description; None before the first start succeeded. That of the last life while it restarts."""
         self.restarts = 0
         self.journal = Journal()
-        self.capacity = config.scheduler.max_running + config.scheduler.max_waiting
-        """Requests that may be open at once."""
-        self._supervisor = Supervisor(config, self, outbox_size=2 * self.capacity + SPARE_MESSAGES, command=command)
+        self.settings = LiveSettings(config, host, bus)
+        self._supervisor = Supervisor(
+            config, self, outbox_size=2 * max(self.capacity, MOST_OPEN) + SPARE_MESSAGES, command=command
+        )
         self._recovery = Recovery(self.journal, host, self._supervisor.post)
+        context = FrontContext(bus=bus, config=config, info=lambda: self.info)
+        self._switches = FrontSwitches(switches, host, context, self.journal, self._recovery, bus)
         self._failed_starts = 0
         """Deaths in a row of engines that were not ready yet."""
         self._streams: dict[str, TokenStream] = {}
+        self._calls: dict[int, Call] = {}
+        self._call_ids = 0
         self._settled = anyio.Event()
         """Set once the first start succeeded or was given up."""
         self._start_error: TokenbusError | None = None
@@ -88,17 +104,6 @@ class EngineClient:
         self._started = False
         self._restart_at = time.monotonic()
         self._start_seconds = FIRST_START_SECONDS
-        self._plugins = FrontPlugins(host, FrontContext(bus=bus, config=config, info=lambda: self.info))
-        self._calls = Calls(self._post_call, lambda: UnavailableError(self.ready()[1], retry_after=self._retry_after()))
-        self._switching = Switching(
-            switches,
-            bus=bus,
-            host=host,
-            plugins=self._plugins,
-            journal=self.journal,
-            recovery=self._recovery,
-            calls=self._calls,
-        )
 
     # ---- life -------------------------------------------------------------------------------------------------------------------
 
@@ -109,7 +114,7 @@ class EngineClient:
         """
         self._started = True
         try:
-            self._plugins.start(self.switches.on)
+            self._switches.start()
             task_status.started()
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._measure_lag)
@@ -172,6 +177,21 @@ class EngineClient:
         return doubt is None, doubt or "ok"
 
     @property
+    def switches(self) -> Switches:
+        """What is on now, in the front and in the engine; survives a restart."""
+        return self._switches.now
+
+    @property
+    def refusing(self) -> dict[str, ErrorInfo]:
+        """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
+        return self._switches.refusing
+
+    @property
+    def capacity(self) -> int:
+        """Requests that may be open at once."""
+        return self.settings.capacity
+
+    @property
     def open_requests(self) -> int:
         return len(self._streams)
 
@@ -194,9 +214,7 @@ class EngineClient:
         when they would be more than `capacity` together with those that are open, RequestError when they alone are more than that,
         TooLargeError when they can't be sent at all.
         """
-        if self.state != "ready":
-            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
-        self._switching.check_serves(requests)
+        self._refuse_if_unavailable(requests)
         if len(requests) > self.capacity:
             raise RequestError(f"{len(requests)} choices at once are more than this server's queue takes ({self.capacity})")
         if len(self._streams) + len(requests) > self.capacity:
@@ -213,6 +231,11 @@ class EngineClient:
         streams = [TokenStream(request.request_id, self._cancel) for request in requests]
         self._streams.update((stream.request_id, stream) for stream in streams)
         return streams
+
+    def _refuse_if_unavailable(self, requests: Iterable[AdmittedRequest]) -> None:
+        if self.state != "ready":
+            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
+        self._switches.refuse_if_failed(requests)
 
     def _retry_after(self) -> float:
         """Seconds until an engine should be there: the rest of the back-off, and a start as long as the last one."""
@@ -254,27 +277,21 @@ class EngineClient:
             for request_id, finish in self._recovery.expired(time.time()).items():
                 self._finish(request_id, finish)
 
+    def hold_plugins(self) -> Hold:
+        """What keeps a request's plugins loaded in this process until it is submitted."""
+        return self._switches.hold()
+
     def _after_ends(self) -> None:
         if not self._streams:
             self._all_ended.set()
-        self._switching.requests_ended()
+        self._switches.release()
 
-    # ---- calls and switches -----------------------------------------------------------------------------------------------------
-
-    @property
-    def switches(self) -> Switches:
-        """What is on now, in the front and in the engine; survives a restart."""
-        return self._switching.switches
-
-    @property
-    def refusing(self) -> dict[str, ErrorInfo]:
-        """Plugins that failed but enforce something or are in use: requests that need them are refused until they are switched off."""
-        return self._switching.refusing
+    # ---- calls ------------------------------------------------------------------------------------------------------------------
 
     async def query(self, what: str, **args: Any) -> Any:
         """Ask the engine ("plans", "integrity", "stats"). Raises UnavailableError when no engine can answer, or what it answered."""
-        message = Query(self._calls.next_id(), what, args)
-        return await self._calls.answer(message.call_id, self._calls.ask(message))
+        message = Query(self._next_call_id(), what, args)
+        return await self._answer(message.call_id, self._post_call(message))
 
     async def set_features(self, changes: Mapping[str, bool], who: str) -> Switches:
         """Switch plugins live, all or none, in the engine and in this process; the state after it.
@@ -282,25 +299,56 @@ class EngineClient:
         Raises NotFoundError for an unknown plugin, ConflictError with the reason when refused, UnavailableError without an engine.
         Then nothing has changed. who: for the log and the bus. Cancelled while it waits: the change may come about all the same.
         """
-        return await self._switching.set(changes, who)
+        return await self._change(self._switches.begin(self._next_call_id(), changes, who), self._switches)
 
-    def _post_call(self, message: Query | SetFeatures) -> bool:
-        return self.state in {"ready", "draining"} and self._supervisor.post(message)
+    async def set_settings(self, changes: Mapping[str, Any], who: str) -> None:
+        """Change live settings, all or none, in the engine between two steps and then in this process.
 
-    def _end_calls(self) -> None:
-        self._calls.end(UnavailableError("the engine ended before it could answer", retry_after=self._retry_after()))
-        self._switching.engine_gone()
+        Raises what `live_settings.check` raises, UnavailableError without an engine; then nothing has changed. Cancelled while it waits:
+        the change may come about all the same."""
+        await self._change(self.settings.begin(self._next_call_id(), changes, who), self.settings)
+
+    async def _change(self, message: SetFeatures | SetSettings, owner: FrontSwitches | LiveSettings) -> Any:
+        try:
+            call = self._post_call(message)
+        except TokenbusError as error:
+            owner.refused(message.call_id, error)
+            raise
+        return await self._answer(message.call_id, call)
+
+    def _next_call_id(self) -> int:
+        self._call_ids += 1
+        return self._call_ids
+
+    def _post_call(self, message: Query | SetFeatures | SetSettings) -> Call:
+        try:
+            sent = self.state in {"ready", "draining"} and self._supervisor.post(message)
+        except FrameError as error:
+            raise RequestError(f"the engine can't be asked: {error}") from error
+        if not sent:
+            raise UnavailableError(self.ready()[1], retry_after=self._retry_after())
+        call = self._calls[message.call_id] = Call()
+        return call
+
+    async def _answer(self, call_id: int, call: Call) -> Any:
+        try:
+            return await call.wait()
+        finally:
+            self._calls.pop(call_id, None)
 
     # ---- what the supervisor tells (its Owner) ----------------------------------------------------------------------------------
 
     def hello_switches(self) -> Switches:
-        return self.switches
+        return self._switches.now
+
+    def hello_config(self) -> Config:
+        return self.settings.config
 
     def engine_ready(self, info: EngineInfo, restarts: int) -> None:
         self.info = info
         self.restarts = restarts
         self._start_seconds = sum(seconds for phase, seconds in info.phases.items() if "." not in phase)
-        self._switching.refusing.clear()
+        self.refusing.clear()
         if self.state != "draining":
             self.state = "ready"
         self._settled.set()
@@ -319,10 +367,9 @@ class EngineClient:
                 self.bus.publish(LoopLag("engine", message.loop_lag, message.cpu_seconds, message.step_age))
                 self._advance()
             case Reply():
-                self._switching.replied(message)
-                self._calls.reply(message)
+                self._take_reply(message)
             case PluginDisabled():
-                self._switching.plugin_disabled(message)
+                self._switches.disabled(message)
 
     def engine_died(self, death: Death, restart_in: float | None) -> None:
         count = len(self._streams)
@@ -373,9 +420,30 @@ class EngineClient:
         if output.report is not None:
             self.bus.publish(output.report)
 
+    def _take_reply(self, message: Reply) -> None:
+        """A change counts whether or not whoever asked for it still waits."""
+        error = None if message.error is None else from_wire(message.error)
+        if error is not None:
+            self._switches.refused(message.call_id, error)
+            self.settings.refused(message.call_id, error)
+        elif message.switches is not None:
+            self._switches.answered(message.call_id, message.switches)
+        else:
+            self.settings.answered(message.call_id)
+        if (call := self._calls.get(message.call_id)) is not None:
+            call.answer(message.value if message.switches is None else message.switches, error)
+
     def _end_all(self, error: TokenbusError) -> None:
         for request_id in tuple(self._streams):
             self._end(request_id, error)
+
+    def _end_calls(self) -> None:
+        words = "the engine ended before it could answer"
+        for call in tuple(self._calls.values()):
+            call.answer(None, UnavailableError(words, retry_after=self._retry_after()))
+        error = UnavailableError(words)
+        self._switches.all_refused(error)
+        self.settings.all_refused(error)
 
     def _become_stopped(self) -> None:
         self.state = "stopped"
@@ -384,7 +452,7 @@ class EngineClient:
             self._settled.set()
         self._end_calls()
         self._end_all(UnavailableError(SHUTDOWN_MESSAGE))
-        self._plugins.stop()
+        self._switches.stop()
         self._stopped.set()
 
     async def _measure_lag(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import msgspec
 
 from ..host import Switches
@@ -59,6 +61,27 @@ class FeatureChange(msgspec.Struct, frozen=True):
 
     changes: dict[str, bool]
     state: Switches
+    who: str
+    when: float
+    before: Switches = Switches(frozenset())
+    """What held until then."""
+
+
+class SettingsChange(msgspec.Struct, frozen=True):
+    """Settings were changed live."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    who: str
+    when: float
+
+
+class ChangeRefused(msgspec.Struct, frozen=True):
+    """A live change that was asked for and did not come about."""
+
+    what: Literal["features", "settings"]
+    asked: dict[str, Any]
+    reason: str
     who: str
     when: float
 

@@ -19,8 +19,8 @@ THREADS = 4
 
 
 class PreparePool:
-    def __init__(self, max_waiting: int) -> None:
-        """max_waiting: requests that may wait for a thread."""
+    def __init__(self, max_waiting: Callable[[], int]) -> None:
+        """max_waiting: how many requests may wait for a thread now."""
         self._max_waiting = max_waiting
         self._limiter: anyio.CapacityLimiter | None = None
 
@@ -31,7 +31,7 @@ class PreparePool:
         """
         if self._limiter is None:
             self._limiter = anyio.CapacityLimiter(THREADS)
-        if self._limiter.statistics().tasks_waiting >= self._max_waiting:
+        if self._limiter.statistics().tasks_waiting >= self._max_waiting():
             raise OverloadedError("the queue is full: too many requests wait to be prepared", retry_after=1.0)
         deadline = admission.requests[0].deadline
         seconds = float("inf") if deadline is None else max(0.0, deadline - time.time())

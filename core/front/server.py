@@ -110,10 +110,10 @@ async def _serve(config: Config) -> int:
 async def _http(config: Config, client: EngineClient, phases: Phases) -> AsyncIterator[str]:
     """The HTTP server; the value is its address. It answers before the engine is ready: /ready and requests with 503."""
     with phases.during("front: HTTP modules"):  # while the engine process starts
+        from ..api import admin, misc
         from ..api.app import Routes, make_app
         from ..api.auth import Gate
         from ..api.connection import make_runner
-        from ..api.misc import add_routes
         from .service import Service, load_text_parts
     gate = Gate(config.server)
     with phases.during("front: tokenizer, template"):
@@ -122,7 +122,8 @@ async def _http(config: Config, client: EngineClient, phases: Phases) -> AsyncIt
     name = config.model.served_model_name or model.name
     service = Service(config, client.host, client, client.bus, model_name=name, tokenizer=tokenizer, template=template)
     routes = Routes(service)
-    add_routes(routes)
+    misc.add_routes(routes)
+    admin.add_routes(routes)
     app = make_app(service, routes, gate)
     runner = make_runner(app, HANDLER_GRACE)
     await runner.setup()
@@ -133,6 +134,8 @@ async def _http(config: Config, client: EngineClient, phases: Phases) -> AsyncIt
         with anyio.move_on_after(0.5, shield=True):
             await runner.cleanup()
         raise
+    finally:
+        service.close()
 
 
 async def _listen(runner: web.AppRunner, config: Config) -> str:

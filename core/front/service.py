@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +12,17 @@ from ..errors import ContextLengthError, NotFoundError, RequestError, Unavailabl
 from ..host import PluginHost
 from ..messages import EngineInfo
 from ..models.resolve import ResolvedModel
-from .admission import Admission, Admitter, ParsedRequest
+from .admission import Admitter, ParsedRequest
+from .audit import AuditTrail
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_template
 from .client import EngineClient
 from .events import RequestAdmitted
+from .features import Overrides
 from .generation import Generation
 from .prepare import PreparePool
 from .reader import make_readers
 from .tokenizer import Tokenizer, load_tokenizer
 from .tools import check_tools
-
-MAX_ADMISSIONS = 3
-"""Times that a request is admitted anew because switches changed while plugins prepared it."""
 
 
 class Service:
@@ -56,7 +55,14 @@ class Service:
             tokenize=lambda text: tokenizer.encode_now(text, add_special_tokens=False),
             vocabulary=tokenizer.vocabulary,
         )
-        self._pool = PreparePool(config.scheduler.max_waiting)
+        self.audit = AuditTrail(config.server, bus)
+        self._pool = PreparePool(lambda: client.settings.config.scheduler.max_waiting)
+        self.assign: Callable[[ParsedRequest], Overrides | None] | None = None
+        """Gives each request to an arm of an experiment, or to none, before it is admitted."""
+
+    def close(self) -> None:
+        """At the end: what is still to be written is. Idempotent."""
+        self.audit.close()
 
     @property
     def info(self) -> EngineInfo:
@@ -94,24 +100,17 @@ class Service:
     async def start(self, parsed: ParsedRequest) -> Generation:
         """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `PreparePool.run`, `make_readers` and
         `EngineClient.submit` raise."""
-        admission = await self._admit(parsed)
-        readers = make_readers(admission, self.tokenizer, self.template)
-        streams = self.client.submit(admission.requests)
+        if self.assign is not None:
+            parsed.overrides = self.assign(parsed)
+        with self.client.hold_plugins() as hold:
+            admission = self._admitter.admit(parsed, hold)
+            if admission.table.prepare_fields:
+                admission = await self._pool.run(self._admitter.prepare, admission)
+            readers = make_readers(admission, self.tokenizer, self.template)
+            streams = self.client.submit(admission.requests)
         for request in admission.requests:
             self.bus.publish(RequestAdmitted(request.request_id))
         return Generation(admission, streams, self.tokenizer, self.bus, readers)
-
-    async def _admit(self, parsed: ParsedRequest) -> Admission:
-        """Admission, with what plugins prepare on a pool thread; from the beginning again when switches changed meanwhile."""
-        for _ in range(MAX_ADMISSIONS):
-            switches = self.client.switches
-            admission = self._admitter.admit(parsed)
-            if not admission.table.prepare_fields:
-                return admission
-            admission = await self._pool.run(self._admitter.prepare, admission)
-            if self.client.switches is switches:
-                return admission
-        raise UnavailableError("the switches kept changing while the request was prepared: send it again", retry_after=1.0)
 
 
 def load_text_parts(model: ResolvedModel, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:

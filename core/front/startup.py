@@ -12,6 +12,7 @@ from ..config import Config
 from ..errors import ConfigError, NotFoundError
 from ..host import PluginHost, Switches
 from ..messages import EngineInfo
+from .features import shared_reason
 
 TICKS_PER_SECOND = 100.0
 """USER_HZ, the unit in which Linux shows a process's start, whatever the kernel's own rate."""
@@ -34,8 +35,8 @@ def check_client_features(names: Iterable[str], host: PluginHost) -> None:
             host.known(name)
         except NotFoundError as error:
             raise ConfigError(f"server.client_features: {error.message}") from None
-        if (scope := host.info(name).scope) != "request":
-            raise ConfigError(f"server.client_features: {name!r} can't differ between requests (scope {scope}): leave it out")
+        if (reason := shared_reason(host, name)) is not None:
+            raise ConfigError(f"server.client_features: {name!r} {reason}: leave it out")
 
 
 def check_pool(config: Config, host: PluginHost, switches: Switches) -> None:

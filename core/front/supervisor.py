@@ -79,6 +79,10 @@ class Owner(Protocol):
         """What the next engine starts with."""
         ...
 
+    def hello_config(self) -> Config:
+        """What the next engine is configured with: the settings given at start, with live changes."""
+        ...
+
     def engine_ready(self, info: EngineInfo, restarts: int) -> None: ...
 
     def engine_message(self, message: EngineMessage) -> None:
@@ -265,7 +269,7 @@ class _Life:
 
     async def live(self) -> Death:
         try:
-            hello = encode(Hello(PROTOCOL_VERSION, self._config, self._owner.hello_switches(), time.time()))
+            hello = encode(Hello(PROTOCOL_VERSION, self._owner.hello_config(), self._owner.hello_switches(), time.time()))
         except FrameError as error:
             self._outbox.destroy()
             return Death(

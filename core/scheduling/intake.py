@@ -24,8 +24,6 @@ class Intake:
             raise ValueError(f"request id {request_id!r} is open already")
         try:
             self._check_length(admitted)
-            if admitted.resumed is not None:
-                self._live.revive(admitted.features)
             features = self._live.features_of(admitted)
         except TokenbusError as error:
             self._batch.refuse(request_id, error.to_wire(), admitted.features)

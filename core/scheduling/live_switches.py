@@ -3,7 +3,7 @@
 A plugin is in one of three states here:
 
     on          among `switches.on`
-    lingering   switched off, but an open request was admitted with it: loaded, its hooks still called
+    lingering   off, but an open request was admitted with it: loaded, its hooks called
     gone        `engine_stopped` called, unloaded
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from ..errors import PluginError, TokenbusError, UnavailableError
-from ..host import HookTable, PluginHost, Switches
+from ..host import KERNEL_SLOTS, HookTable, PluginHost, Switches
 from ..policy import FcfsPolicy, SchedulingPolicy
 from ..request import AdmittedRequest, Request
 from .batch import Batch
@@ -44,31 +44,48 @@ class LiveSwitches:
         return self._host.table(features, fields)
 
     def features_of(self, admitted: AdmittedRequest) -> frozenset[str]:
-        """The plugins a new request runs with: those it was admitted with, less those that went off on its way here and may leave it
-        (`PluginHost.leaving`: the rule for open requests). UnavailableError when one that may not is gone."""
-        features = frozenset(admitted.features)
-        if features <= self.switches.on:
+        """The plugins a new request runs with, all loaded: those it was admitted with, less those that went off on its way here and may
+        leave it (`PluginHost.leaving`: the rule for open requests), and with whoever now computes attention. UnavailableError when one
+        that it can't leave can't be had."""
+        features, on = frozenset(admitted.features), self.switches.on
+        if features <= on:
             return features
-        host, off = self._host, features - self.switches.on
-        known = off & host.catalogue.keys()
-        leaves = host.leaving(features - (off - known), known, pinned=admitted.pinned, fields=admitted.fields)
-        for name in sorted(off - leaves - host.loaded.keys()):
+        host = self._host
+        for name in sorted(features - host.catalogue.keys()):
             raise UnavailableError(
-                f"plugin {name!r} was switched off while the request was on its way; try again",
-                request_id=admitted.request_id,
-                plugin=name,
-                retry_after=1.0,
+                f"the engine has no plugin {name!r}", request_id=admitted.request_id, plugin=name, retry_after=1.0
             )
-        return features - leaves
+        features = self._with_present_kernels(features)
+        features -= host.leaving(features, features - on, pinned=admitted.pinned, fields=admitted.fields)
+        if admitted.resumed is None and (failed := features & self.switches.failed):
+            raise UnavailableError(
+                f"plugin {min(failed)!r} failed while the request was on its way",
+                request_id=admitted.request_id, plugin=min(failed), retry_after=1.0,
+            )  # fmt: skip
+        if missing := features - host.loaded.keys():
+            self._load_for(admitted.request_id, missing)
+        return features
 
-    def revive(self, features: Iterable[str]) -> None:
-        """Load those of a resumed request's plugins that are off: the engine that died had kept them for it. Raises PluginLoadError."""
-        missing = sorted((set(features) & self._host.catalogue.keys()) - self._host.loaded.keys())
-        if not missing:
-            return
-        for name in missing:
-            self._start_plugin(name)
-        self._batch.lingering |= set(missing)
+    def _with_present_kernels(self, features: frozenset[str]) -> frozenset[str]:
+        """What holds a kernel slot works for everybody: another holder than at admission takes its predecessor's place."""
+        host, on = self._host, self.switches.on
+        gone = {name for name in features - on if host.info(name).slot in KERNEL_SLOTS}
+        slots = {host.info(name).slot for name in gone}
+        return (features - gone) | {name for name in on if host.info(name).slot in slots}
+
+    def _load_for(self, request_id: str, names: frozenset[str]) -> None:
+        """Load plugins that are off, for a request whose client or arm has them on, or that had them when they went off, or when an engine
+        died. They linger until its end."""
+        for name in sorted(names):
+            try:
+                self._start_plugin(name)
+            except TokenbusError as error:
+                self._batch.users_left = True  # those that were loaded before it have none
+                raise UnavailableError(
+                    f"plugin {name!r} is off and can't be started for this request: {error.message}",
+                    request_id=request_id, plugin=name, hook=error.hook, retry_after=30.0,
+                ) from error  # fmt: skip
+            self._batch.lingering.add(name)
         self.engine_hooks = self._host.table(self.switches.on | self._batch.lingering)
 
     # ---- changing ---------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from ..config import Config
+from ..config import Config, SchedulerConfig
 from ..errors import ErrorInfo, PluginError, TokenbusError
 from ..host import PluginHost, Switches
 from ..kv.pool import BlockPool
@@ -49,7 +49,7 @@ class Scheduler:
     ) -> None:
         """max_model_len: tokens of prompt plus output, the pool's size may lower it. host: role "engine", with the plugins of
         `switches` loaded and their `engine_started` called (the caller does both, here and before `apply_switches`).
-        start_plugin: does both for one that is off, but was in force for a request when an engine died (default: only loads it)."""
+        start_plugin: does both for one that is off, when a request comes that has it all the same (default: only loads it)."""
         max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
         self.pool = pool
         self.batch = Batch(pool, on_plugin_failure)
@@ -313,6 +313,10 @@ class Scheduler:
         request ends.
         """
         return self.live.apply(new, time.time() if now is None else now)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Between two steps: other limits from the next one on."""
+        self._builder.configure(config)
 
     # ---- checks -----------------------------------------------------------------------------------------------------------------
 

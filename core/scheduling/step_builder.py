@@ -29,10 +29,7 @@ class StepBuilder:
         self.step_id = 0
         """Of the plan made last."""
         self._batch = batch
-        self._budget = config.token_budget
-        self._most_drafts = config.max_drafts
-        self._max_running = min(config.max_running, config.token_budget)
-        """Every decode fits into the budget."""
+        self.configure(config)
         # of the step that is being planned
         self._num_tokens: dict[str, int] = {}
         self._new: list[WorkerRequest] = []
@@ -47,6 +44,13 @@ class StepBuilder:
         self._headroom: int | None = None
         """Blocks that the running requests will soon want beside theirs: counted when somebody wants to join, then kept up to date."""
         self._view = StepView(step_id=0, budget=0, num_decodes=0, prompt_tokens=0, waiting=0)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Between two steps. Requests that run go on, also when they are more than the new limits allow."""
+        self._budget = config.token_budget
+        self._most_drafts = config.max_drafts
+        self._max_running = min(config.max_running, config.token_budget)
+        """Every decode fits into the budget, but for those that joined under a larger one."""
 
     def build(self, now: float) -> tuple[StepPlan, list[WorkerRequest], dict[str, list[int]]] | None:
         """(plan, requests new to the worker, blocks added to the tables of those it knows), or None when there is nothing to run.
@@ -92,7 +96,7 @@ class StepBuilder:
         self._grow_decodes(now)
         self._view = StepView(
             step_id=self.step_id,
-            budget=self._budget - len(num_tokens),
+            budget=max(0, self._budget - len(num_tokens)),
             num_decodes=len(num_tokens),
             prompt_tokens=0,
             waiting=len(batch.line),

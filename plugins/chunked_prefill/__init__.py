@@ -105,6 +105,7 @@ class ChunkedPrefill(Plugin):
         scope="request",
         lossless=True,
         default=True,
+        live_settings=("mode", "chunk_size", "slow_down", "min_chunk"),
     )
     Settings = ChunkSettings
 

@@ -14,10 +14,10 @@ import anyio
 import pytest
 from aiohttp import web
 
+from tokenbus.core.api import admin, misc
 from tokenbus.core.api.app import Routes, make_app
 from tokenbus.core.api.auth import Gate
 from tokenbus.core.api.connection import make_runner
-from tokenbus.core.api.misc import add_routes
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import from_mapping
 from tokenbus.core.front.chat import ChatTemplate
@@ -196,7 +196,8 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
         made = None if template is None else ChatTemplate(template, tokenizer)
         service = Service(config, host, engine, bus, model_name="tiny", tokenizer=tokenizer, template=made)
         routes = Routes(service)
-        add_routes(routes)
+        misc.add_routes(routes)
+        admin.add_routes(routes)
         app = make_app(service, routes, Gate(config.server))
         runner = make_runner(app, 0.1)
         async with anyio.create_task_group() as tasks:
@@ -207,6 +208,7 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
             async with aiohttp.ClientSession() as session:
                 yield Harness(url, session, service, engine)
             await runner.cleanup()
+            service.close()
             tasks.cancel_scope.cancel()
 
     return start

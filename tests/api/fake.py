@@ -10,7 +10,9 @@ import anyio
 
 from tokenbus.core.contexts import FrontContext
 from tokenbus.core.errors import OverloadedError, TokenbusError, UnavailableError
-from tokenbus.core.front.events import FeatureChange
+from tokenbus.core.front.events import ChangeRefused, FeatureChange
+from tokenbus.core.front.plugins import FrontPlugins, Hold
+from tokenbus.core.front.settings import LiveSettings
 from tokenbus.core.front.stream import TokenStream, failed
 from tokenbus.core.messages import EngineInfo, Finish
 from tokenbus.core.plan import TokenLogprobs
@@ -30,6 +32,7 @@ class FakeEngineClient:
     def __init__(self, config, bus, host, switches, *, vocab_size: int, max_model_len: int, eos: int) -> None:
         self.config, self.bus, self.host, self.switches = config, bus, host, switches
         self.state = "ready"
+        self.settings = LiveSettings(config, host, bus)
         self.refusing: dict[str, Any] = {}
         self.info: EngineInfo | None = EngineInfo(
             version=1, model="fake", architecture="Fake", dtype="float32", vocab_size=vocab_size, max_model_len=max_model_len,
@@ -49,16 +52,14 @@ class FakeEngineClient:
         self.cached_tokens = 0
         self._work = anyio.Event()
         self.steps = 0
+        self._plugins = FrontPlugins(host, FrontContext(bus=bus, config=config, info=lambda: self.info))
 
     @property
     def open_requests(self) -> int:
         return len(self.open)
 
     async def run(self, *, task_status=anyio.TASK_STATUS_IGNORED) -> None:
-        self.host.load(self.switches.on)
-        front = FrontContext(bus=self.bus, config=self.config, info=lambda: self.info)
-        for impl in self.host.table(self.switches.on).front_started:
-            impl(front=front)
+        self._plugins.start(self.switches.on)
         task_status.started()
         try:
             while True:
@@ -67,8 +68,7 @@ class FakeEngineClient:
                     await self._work.wait()
                 await anyio.lowlevel.checkpoint()
         finally:
-            for impl in self.host.table(self.switches.on).front_stopped:
-                impl()
+            self._plugins.stop()
 
     def resume(self) -> None:
         self.hold, self.hold_after = False, None
@@ -121,6 +121,7 @@ class FakeEngineClient:
 
     def _end(self, running: Running, finish: Finish) -> None:
         del self.open[running.admitted.request_id]
+        self._settle()
         self.ended.append((running.admitted.request_id, finish.reason))
         running.stream.end(finish)
 
@@ -129,7 +130,7 @@ class FakeEngineClient:
     def submit(self, requests: list[AdmittedRequest]) -> list[TokenStream]:
         if self.state != "ready":
             raise UnavailableError("the server is shutting down", retry_after=1.0)
-        limit = self.config.scheduler.max_running + self.config.scheduler.max_waiting
+        limit = self.settings.capacity
         if len(self.open) + len(requests) > limit:
             raise OverloadedError(f"the queue is full: {len(self.open)} requests are open", retry_after=1.0)
         streams = []
@@ -141,6 +142,13 @@ class FakeEngineClient:
             streams.append(stream)
         self._work.set()
         return streams
+
+    def hold_plugins(self) -> Hold:
+        return self._plugins.hold(self._settle)
+
+    def _settle(self) -> None:
+        in_use = frozenset().union(*(running.admitted.features for running in self.open.values()))
+        self._plugins.settle(self.switches.on, in_use)
 
     def _cancel(self, request_id: str, reason: str) -> None:
         if request_id in self.open:
@@ -158,7 +166,17 @@ class FakeEngineClient:
         return {"plans": plans[-args["last"] :]}
 
     async def set_features(self, changes: Mapping[str, bool], who: str) -> Any:
-        self.switches = self.host.change_switches(self.switches, changes)
-        self.host.load(self.switches.on)
-        self.bus.publish(FeatureChange(dict(changes), self.switches, who, time.time()))
+        try:
+            target = self.host.change_switches(self.switches, changes)
+        except TokenbusError as error:
+            self.bus.publish(ChangeRefused("features", dict(changes), error.message, who, time.time()))
+            raise
+        self._plugins.prepare(target.on)
+        before, self.switches = self.switches, target
+        self._settle()
+        self.bus.publish(FeatureChange(dict(changes), self.switches, who, time.time(), before))
         return self.switches
+
+    async def set_settings(self, changes: Mapping[str, Any], who: str) -> None:
+        message = self.settings.begin(1, changes, who)
+        self.settings.answered(message.call_id)

@@ -252,16 +252,23 @@ async def test_request_may_not_switch(serve, name, status, reason):
         assert reason in answer.error["message"]
 
 
-async def test_request_can_not_switch_on_what_the_server_has_off(serve):
+async def test_request_switches_on_what_the_server_has_off(serve):
     async with serve({"features": {"disable": ["prefix_cache"]}}) as api:
         answer = await api.complete(tokenbus={"features": {"prefix_cache": True}})
-        assert (answer.status, answer.error["code"]) == (400, "FeatureOffError")
-        assert (await api.complete(tokenbus={"features": {"prefix_cache": False}})).status == 200
+        assert "prefix_cache" in answer.headers["x-tokenbus-features"].split(",")
+        assert answer.body["tokenbus"]["switches"] == {"prefix_cache": {"on": True, "source": "client"}}
+        assert "prefix_cache" not in api.service.host.loaded  # it went with the request
+        answer = await api.complete(tokenbus={"features": {"prefix_cache": False}})
+        assert answer.body["tokenbus"]["switches"] == {
+            "prefix_cache": {"on": False, "source": "client", "because": "switched off at start"}
+        }
 
 
 async def test_live_switch(api):
     before = (await api.call("GET", "/v1/tokenbus/features")).body
-    assert before["features"]["metrics"] == {"on": True, "scope": "step", "lossless": True}
+    assert before["features"]["metrics"] == {
+        "on": True, "scope": "step", "lossless": True, "applies": "live", "claims": [], "client": False,
+    }  # fmt: skip
     assert before["kernels"] == {"lossless": True}
     after = await api.call("POST", "/v1/tokenbus/features", {"features": {"sampling.stops": False}})
     assert after.body["features"]["sampling.stops"]["because"] == "switched off live"

@@ -22,7 +22,7 @@ class Slow(Plugin):
     def __init__(self, settings, role):
         super().__init__(settings, role)
         self.go = threading.Event()
-        self.calls = self.inside = self.most = 0
+        self.calls = self.inside = self.most = self.stopped = 0
         self.lock = threading.Lock()
 
     @hookimpl
@@ -49,6 +49,10 @@ class Slow(Plugin):
         assert request.fields["slow"] == {"checked": wish}
         return {"slow": {"prepared": wish}}
 
+    @hookimpl
+    def front_stopped(self):
+        self.stopped += 1
+
 
 class Other(Plugin):
     info = PluginInfo(name="other", summary="", scope="step", lossless=True)
@@ -60,8 +64,7 @@ async def api(serve):
         host = harness.engine.host
         for cls in (Slow, Other):
             host.add(cls)
-        harness.engine.switches = host.change_switches(harness.engine.switches, {"slow": True})
-        host.load({"slow"})
+        await harness.engine.set_features({"slow": True}, "test")
         harness.plugin = host.loaded["slow"]
         yield harness
         harness.plugin.go.set()
@@ -119,8 +122,7 @@ async def test_few_at_a_time_a_bounded_queue_and_a_deadline(api):
         api.plugin.go.set()
 
 
-async def test_switches_that_change_meanwhile_count(api):
-    host = api.engine.host
+async def test_switches_that_change_meanwhile_leave_a_request_what_it_was_admitted_with(api):
     async with anyio.create_task_group() as tasks:
         answers = []
 
@@ -129,20 +131,17 @@ async def test_switches_that_change_meanwhile_count(api):
 
         tasks.start_soon(ask)
         await api.until(lambda: api.plugin.inside == 1)
-        api.engine.switches = host.change_switches(api.engine.switches, {"other": True})
-        host.load({"other"})
+        await api.engine.set_features({"slow": False, "other": True}, "me")
+        assert "slow" in api.engine.host.loaded
+        assert api.plugin.stopped == 0
         api.plugin.go.set()
     assert answers[0].status == 200
-    assert api.plugin.calls == 2
-    assert "other" in api.engine.admitted[-1].features
-
-    api.plugin.go.clear()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(ask)
-        await api.until(lambda: api.plugin.inside == 1)
-        api.engine.switches = host.change_switches(api.engine.switches, {"slow": False})
-        api.plugin.go.set()
-    assert (answers[1].status, answers[1].error["param"]) == (400, "slow")
+    assert api.plugin.calls == 1
+    admitted = api.engine.admitted[-1]
+    assert ("slow" in admitted.features, "other" in admitted.features) == (True, False)
+    await api.until(lambda: api.plugin.stopped == 1)
+    assert "slow" not in api.engine.host.loaded
+    assert (await api.complete("x", slow="a")).error["param"] == "slow"
 
 
 async def test_a_client_that_leaves_is_never_submitted(api):

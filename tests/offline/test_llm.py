@@ -68,6 +68,19 @@ def test_a_prefix_is_found_again_and_a_request_can_do_without(llm):
     assert "prefix_cache" not in without.features
 
 
+def test_a_request_may_have_what_is_off(llm):
+    prompt = "one two three four five six one two three four five six one two three"
+    params = SamplingParams(temperature=0, max_tokens=24, features={"speculative.ngram": True})
+    plain, helped = (
+        llm.generate(prompt, one, use_tqdm=False)[0] for one in (SamplingParams(temperature=0, max_tokens=24), params)
+    )
+    assert ("speculative.ngram" in plain.features, "speculative.ngram" in helped.features) == (False, True)
+    assert helped.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert "speculative.ngram" not in llm._service.host.loaded
+    with pytest.raises(FieldError, match="scope step"):
+        llm.generate(prompt, SamplingParams(features={"sampling.stops": False}), use_tqdm=False)
+
+
 def test_chat_and_stream(llm):
     messages = [{"role": "user", "content": "Say hello."}]
     whole = llm.chat(messages, GREEDY).outputs[0].text

@@ -277,10 +277,12 @@ def test_a_claim_that_is_used_keeps_its_plugin_on_the_way(harness) -> None:
     h.run()
     assert [h.finished[name].features for name in ("open", "uses", "not")] == [("odd",), ("odd",), ()]
     assert "odd" not in h.host.loaded
-    h.add("too late", 5, features=("odd",), fields={"odd": "x"})
+    h.add("late", 5, features=("odd",), fields={"odd": "x"})
     h.add("fine", 5, features=("odd",))
     h.add("stranger", 5, features=("nobody",))
     h.run()
-    for name in ("too late", "stranger"):
-        assert h.finished[name].error.kind == "UnavailableError"
-    assert h.finished["fine"].reason == "length"
+    assert h.finished["stranger"].error.kind == "UnavailableError"
+    assert [(h.finished[name].reason, h.finished[name].features) for name in ("late", "fine")] == [
+        ("length", ("odd",)), ("length", ()),
+    ]  # fmt: skip
+    assert "odd" not in h.host.loaded

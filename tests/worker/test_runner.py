@@ -212,6 +212,17 @@ def test_switched_off_plugins_stay_for_those_admitted_with_them():
     assert set(runner.plugins.host.loaded) == set(ALL)
 
 
+def test_plugins_that_are_off_come_for_one_request_and_go_with_it():
+    few = ("test.attention",)
+    specs = [Spec("rich", PROMPT, 6, **RICH), Spec("plain", PROMPT, 9, features=few)]
+    runner, driver = loaded(few), Driver(specs)
+    driver.run(runner)
+    assert specs[0].output == alone(new=6, **RICH).output
+    assert specs[1].output == reference_greedy(PROMPT, 9)
+    runner.run(StepInput(step_id=99, num_tokens={}, dropped=["rich"]))
+    assert set(runner.plugins.host.loaded) == set(few)
+
+
 def test_lossless_switches_reach_running_requests():
     runner, spec = loaded(), Spec("a", PROMPT, 6, logprobs=1)
     driver = Driver([spec])
