@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
+from .experiments.config import ExperimentConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -98,6 +99,8 @@ class ServerConfig(Section, frozen=True):
         "speculative.suffix",
     )
     """Request-scope plugins that a client may switch in the body."""
+    state_dir: str | None = None
+    """Folder for what outlives the server: the state and the rows of experiments, which need it. One server at a time may use it."""
     log_format: Literal["auto", "console", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -159,6 +162,8 @@ class Config(Section, frozen=True):
     features: FeaturesConfig = FeaturesConfig()
     plugins: dict[str, dict[str, Any]] = {}
     """Settings of each plugin by its name, checked by the plugin's own type when it is loaded."""
+    experiments: dict[str, ExperimentConfig] = {}
+    """Traffic split over sets of switches, by name."""
 
 
 def from_mapping(data: dict[str, Any], where: str) -> Config:

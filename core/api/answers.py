@@ -106,7 +106,7 @@ class Answer(ABC):
         seeds = admission.seeds
         info: dict[str, Any] = {
             "features": list(ends[0].features if ends and ends[0].features else admission.features),
-            "arm": admission.parsed.arm or "default",
+            "arm": admission.arm or "default",
             "seed": seeds[0],
             "cached_tokens": self.usage()["prompt_tokens_details"]["cached_tokens"],
             "notes": {name: note for end in ends for name, note in end.notes.items()},

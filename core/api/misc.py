@@ -14,6 +14,7 @@ from ..front.service import Service
 from ..params import check_switches
 from ..plugin import Slot
 from .app import Call, Endpoint, Routes, error_response, json_response
+from .experiments import add_experiment_routes
 from .generate import chat, chat_options, check_model, completions
 from .logprobs import name_of
 from .wire import DetokenizeBody, FeaturesBody, TokenizeBody, convert, decode_object
@@ -55,6 +56,7 @@ def add_routes(routes: Routes) -> None:
     routes.add("GET", "/v1/tokenbus/features", Endpoint(features, "admin"))
     routes.add("POST", "/v1/tokenbus/features", Endpoint(set_features, "admin"))
     routes.add("GET", "/v1/tokenbus/plans", Endpoint(plans, "admin"))
+    add_experiment_routes(routes)
 
 
 def _model(service: Service, created: int) -> dict[str, Any]:

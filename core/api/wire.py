@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -97,6 +97,13 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class FeaturesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     features: dict[str, Any]
     """Checked by `check_switches`."""
+
+
+class ExperimentBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    action: Literal["start", "ramp", "stop", "rollback"]
+    traffic: float | None = None
+    """Share of units that take part, for start and ramp."""
 
 
 B = TypeVar("B", bound=msgspec.Struct)

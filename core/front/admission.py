@@ -25,6 +25,7 @@ from ..host import HookTable, Impl, PluginHost, Switches
 from ..messages import EngineInfo
 from ..params import asks_for_nothing
 from ..request import AdmittedRequest
+from .features import Overrides, arm_problem
 
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
 """Accepted in every request and ignored: they ask nothing of an answer."""
@@ -70,8 +71,11 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     """The caller is the operator: any request-scope plugin may be switched."""
     group: str = ""
     """The API request's id; made by `new_id`."""
+    headers: dict[str, str] = {}
+    """Those that experiments go by, names in small letters."""
     tenant: str = ""
-    arm: str = ""
+    overrides: Overrides | None = None
+    """The arm of an experiment that it is given to, and the arm's flags."""
     arrival: float = 0.0
     """Unix seconds."""
     tokenize_seconds: float = 0.0
@@ -84,6 +88,10 @@ class Admission(msgspec.Struct, kw_only=True):
     parsed: ParsedRequest
     requests: list[AdmittedRequest]
     features: tuple[str, ...]
+    arm: str
+    """Of an experiment; "": none."""
+    arm_refused: str | None
+    """Why the request isn't in the arm it was given to."""
     seeds: list[int]
     """One a prompt."""
     table: HookTable
@@ -130,6 +138,10 @@ class Admitter:
         self._check_counts(parsed)
         self._check_core(parsed)
         features, pinned = self._features(parsed)
+        arm, refused, overrides = "", None, parsed.overrides
+        if overrides is not None and (refused := arm_problem(self._host, features, pinned, overrides.features)) is None:
+            arm, pinned = overrides.arm, {**overrides.features, **pinned}
+            features -= {name for name, wish in overrides.features.items() if not wish}
         fields, table, context = self._fields(parsed, features, max(limits, default=0), info)
         seeds = [self._seed(parsed) for _ in parsed.prompts]
         names = tuple(sorted(features))
@@ -145,7 +157,7 @@ class Admitter:
                 features=names,
                 pinned=pinned,
                 tenant=parsed.tenant,
-                arm=parsed.arm,
+                arm=arm,
                 arrival=parsed.arrival,
                 deadline=parsed.arrival + self._timeout(parsed),
                 group=parsed.group,
@@ -153,7 +165,16 @@ class Admitter:
             for index, prompt in enumerate(parsed.prompts)
             for choice in range(parsed.n)
         ]
-        return Admission(parsed=parsed, requests=requests, features=names, seeds=seeds, table=table, context=context)
+        return Admission(
+            parsed=parsed,
+            requests=requests,
+            features=names,
+            arm=arm,
+            arm_refused=refused,
+            seeds=seeds,
+            table=table,
+            context=context,
+        )
 
     def prepare(self, admission: Admission) -> Admission:
         """What `prepare_fields` makes of it. Blocking, on any thread. Raises what `admit` raises, and OverloadedError."""

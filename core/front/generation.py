@@ -300,7 +300,7 @@ class Generation:
             group=self.group,
             endpoint=parsed.endpoint,
             tenant=parsed.tenant,
-            arm=parsed.arm,
+            arm=self.admission.arm,
             arrival=parsed.arrival,
             prompt_tokens=len(choice.request.prompt),
             cached_tokens=finish.cached_tokens if finish else 0,
@@ -313,6 +313,8 @@ class Generation:
             tokenize_seconds=parsed.tokenize_seconds,
             template_seconds=parsed.template_seconds,
             preemptions=finish.preemptions if finish else 0,
+            draft_tokens=finish.draft_tokens if finish else 0,
+            accepted_tokens=finish.accepted_tokens if finish else 0,
             resumptions=choice.stream.resumptions,
         )
 
@@ -326,7 +328,7 @@ class Generation:
         entry: dict[str, Any] = {
             "id": self.group,
             "endpoint": parsed.endpoint,
-            "arm": parsed.arm or "default",
+            "arm": self.admission.arm or "default",
             "prompt_tokens": sum(len(prompt.token_ids) for prompt in parsed.prompts),
             "output_tokens": sum(choice.output_tokens for choice in self.choices),
             "finish_reason": reasons[0] if len(set(reasons)) == 1 else ",".join(reasons),

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..bus import Bus
 from ..config import Config
-from ..errors import ContextLengthError, NotFoundError, RequestError, UnavailableError
+from ..errors import ContextLengthError, NotFoundError, RequestError, TokenbusError, UnavailableError
+from ..experiments.controller import Experiments
 from ..host import PluginHost
 from ..messages import EngineInfo
 from ..models.resolve import ResolvedModel
@@ -39,6 +40,7 @@ class Service:
         model_name: str,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
+        experiments: Experiments | None = None,
     ) -> None:
         self.config = config
         self.host = host
@@ -48,6 +50,8 @@ class Service:
         """The name clients use."""
         self.tokenizer = tokenizer
         self.template = template
+        self.experiments = experiments
+        """None: requests are in no experiments (offline use)."""
         self._admitter = Admitter(
             config,
             host,
@@ -94,12 +98,28 @@ class Service:
     async def start(self, parsed: ParsedRequest) -> Generation:
         """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `PreparePool.run`, `make_readers` and
         `EngineClient.submit` raise."""
-        admission = await self._admit(parsed)
-        readers = make_readers(admission, self.tokenizer, self.template)
-        streams = self.client.submit(admission.requests)
+        if self.experiments is not None:
+            parsed.overrides = self.experiments.assign(parsed)
+        try:
+            admission = await self._admit(parsed)
+            readers = make_readers(admission, self.tokenizer, self.template)
+            streams = self.client.submit(admission.requests)
+        except BaseException as error:
+            self._not_admitted(parsed, error)
+            raise
+        if admission.arm_refused is not None and self.experiments is not None:
+            self.experiments.not_given(parsed.group)
         for request in admission.requests:
             self.bus.publish(RequestAdmitted(request.request_id))
         return Generation(admission, streams, self.tokenizer, self.bus, readers)
+
+    def _not_admitted(self, parsed: ParsedRequest, error: BaseException) -> None:
+        if self.experiments is None:
+            return
+        if isinstance(error, TokenbusError):
+            self.experiments.refused(parsed, error)
+        else:
+            self.experiments.dropped(parsed.group)
 
     async def _admit(self, parsed: ParsedRequest) -> Admission:
         """Admission, with what plugins prepare on a pool thread; from the beginning again when switches changed meanwhile."""

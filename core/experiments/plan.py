@@ -1,0 +1,144 @@
+"""An experiment against the plugins that there are: which of its switches a request can have on its own, which are everybody's, and why
+one can't be compared so. Pure: nothing is switched here.
+
+A switch of a plugin of scope "request" goes with the request, whatever the split. One of scope "step" is everybody's, and goes with the
+time slice. One of scope "engine" needs a server of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from ..errors import ConfigError, ConflictError, NotFoundError
+from ..host import PluginHost, Switches
+from .config import ExperimentConfig, check_shape
+
+MAX_COMBINATIONS = 64
+"""Combinations of arms that may run at once: metrics have a label for each."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the arms of a run are, complete: every arm says how each of the experiment's switches stands."""
+
+    arms: dict[str, dict[str, bool]]
+    live: tuple[str, ...]
+    """Those switches that are changed for everybody, at the borders of slices."""
+    before: dict[str, bool]
+    """How the live ones stood."""
+    shares: dict[str, float]
+    """Of the arms, in order."""
+
+    def own(self, arm: str) -> dict[str, bool]:
+        """The switches that go with a request."""
+        return {name: wish for name, wish in self.arms[arm].items() if name not in self.live}
+
+    def everybodys(self, arm: str) -> dict[str, bool]:
+        return {name: self.arms[arm][name] for name in self.live}
+
+    def config(self, arm: str) -> str:
+        """A hash of the arm's switches."""
+        return hashlib.blake2b(msgspec.json.encode(sorted(self.arms[arm].items())), digest_size=6).hexdigest()
+
+
+def check(name: str, config: ExperimentConfig, host: PluginHost, *, keys: bool) -> None:
+    """ConfigError when it could never run here. keys: clients are asked for API keys."""
+    check_shape(name, config)
+    if config.split == "key" and not keys:
+        raise ConfigError(f"experiments.{name}.split: no API keys are asked for here, so all requests would be of one key")
+    for arm, settings in config.arms.items():
+        for plugin in settings.features:
+            if problem := _never(plugin, config, host):
+                raise ConfigError(f"experiments.{name}.arms.{arm}.features: {problem}")
+
+
+def _never(plugin: str, config: ExperimentConfig, host: PluginHost) -> str | None:
+    try:
+        host.known(plugin)
+    except NotFoundError as error:
+        return error.message
+    info = host.info(plugin)
+    if info.scope == "engine":
+        return (
+            f"{plugin!r} is chosen at an engine's start (scope engine): compare two servers, each with equal cores and memory"
+        )
+    if info.scope == "request":
+        return None
+    if not config.sliced:
+        return (
+            f"{plugin!r} is everybody's between two steps (scope step), so requests can't be split by it: use split = \"slice\""
+        )
+    if info.claims:
+        fields = ", ".join(sorted(info.claims))
+        return (
+            f"{plugin!r} honours request fields ({fields}): while a slice has it off, requests that use them would be refused"
+        )
+    return None
+
+
+def make_plan(name: str, config: ExperimentConfig, host: PluginHost, now: Switches) -> Plan:
+    """The arms as they would run from the present switches on. ConflictError with the reason when one of them can't."""
+    targets = {}
+    for arm, settings in config.arms.items():
+        try:
+            targets[arm] = host.change_switches(now, settings.features).on
+        except ConflictError as error:
+            raise ConflictError(f"experiment {name!r}, arm {arm!r}: {error.message}") from None
+        _check_target(name, arm, host, now.on, targets[arm])
+    named = {plugin for settings in config.arms.values() for plugin in settings.features}
+    affected = sorted(named.union(*(target ^ now.on for target in targets.values())))
+    live = tuple(plugin for plugin in affected if host.info(plugin).scope != "request")
+    return Plan(
+        arms={arm: {plugin: plugin in target for plugin in affected} for arm, target in targets.items()},
+        live=live,
+        before={plugin: plugin in now.on for plugin in live},
+        shares=config.shares(),
+    )
+
+
+def _check_target(name: str, arm: str, host: PluginHost, on: frozenset[str], target: frozenset[str]) -> None:
+    for plugin in sorted(target - on):
+        if host.info(plugin).scope == "request":
+            raise ConflictError(
+                f"experiment {name!r}, arm {arm!r}: {plugin!r} is off on this server, and a request can't switch it on: switch it on for "
+                "all, and off in the other arm"
+            )
+    if host.kernels(target) != host.kernels(on):
+        raise ConflictError(
+            f"experiment {name!r}, arm {arm!r}: another kernel set is taken only while no request is open: compare two servers"
+        )
+
+
+def check_beside(
+    name: str, config: ExperimentConfig, plan: Plan, others: Mapping[str, tuple[ExperimentConfig, Plan]], host: PluginHost
+) -> None:
+    """ConflictError when it can't run together with those that do. Experiments of different switches deal their units independently, so
+    that each sees the others' arms in equal parts."""
+    mine = plan.arms[config.control_arm].keys()
+    for other, (their_config, theirs) in others.items():
+        if config.sliced and their_config.sliced:
+            raise ConflictError(f"{name!r} and {other!r} both go by time slices: stop {other!r} first")
+        for plugin in sorted(mine):
+            for their in sorted(theirs.arms[their_config.control_arm]):
+                if why := _tied(host, plugin, their):
+                    raise ConflictError(f"{name!r} can't run beside {other!r}: {why}; stop {other!r} first")
+    combinations = len(config.arms) + 1
+    for their_config, _ in others.values():
+        combinations *= len(their_config.arms) + 1
+    if combinations > MAX_COMBINATIONS:
+        raise ConflictError(
+            f"with {name!r} there would be {combinations} combinations of arms; at most {MAX_COMBINATIONS} may run"
+        )
+
+
+def _tied(host: PluginHost, one: str, other: str) -> str | None:
+    if one == other:
+        return f"both switch {one!r}"
+    mine, theirs = host.info(one), host.info(other)
+    if mine.slot is not None and mine.slot == theirs.slot:
+        return f"{one!r} and {other!r} want the same slot"
+    if other in mine.requires | mine.conflicts or one in theirs.requires | theirs.conflicts:
+        return f"{one!r} and {other!r} depend on each other"
+    return None
