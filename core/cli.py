@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     _remote(_command(commands, "settings", "show or change a running server's live settings"), "VALUE")
     _chat(_command(commands, "chat", "talk with a model on the terminal"))
     _generate(_command(commands, "generate", "continue prompts and print the texts"))
+    _ab(_command(commands, "ab", "run experiments on a server: list, start, ramp, roll back, stop"))
     return parser
 
 
@@ -107,6 +108,34 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     _sampling(parser)
     add_settings(parser, OFFLINE)
+
+
+def _ab(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _ab_verb(verbs, "list", "show how experiments stand")
+    start = _ab_verb(verbs, "start", "begin a new run")
+    start.add_argument(
+        "--traffic", type=float, metavar="SHARE", help="share of units that take part, 0 to 1 (default: as set up)"
+    )
+    ramp = _ab_verb(verbs, "ramp", "let more units take part, or fewer; nobody changes arms")
+    ramp.add_argument("traffic", type=float, metavar="SHARE", help="0 to 1")
+    _ab_verb(verbs, "rollback", "give everybody the control's switches, until it is stopped")
+    _ab_verb(verbs, "stop", "end a run, and put back switches as they were")
+
+
+def _ab_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str) -> argparse.ArgumentParser:
+    parser = _command(verbs, name, summary)
+    if name == "list":
+        parser.add_argument("--json", action="store_true", help="as JSON")
+    else:
+        parser.add_argument("name", metavar="NAME", help="the experiment's name in tokenbus.toml")
+    parser.add_argument("--url", metavar="URL", help="the server (default: by host and port of the settings)")
+    parser.add_argument("--config", metavar="FILE", help="the server's settings: host, port, admin key")
+    for flag in ("host", "port", "admin-key"):
+        dest = f"server.{flag.replace('-', '_')}"
+        parser.add_argument(f"--{flag}", dest=dest, metavar=flag.upper().replace("-", "_"), help=f"over the settings' {flag}")
+    parser.set_defaults(switches={}, plugin_setting=[])
+    return parser
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import ConfigError
+from .experiments.config import ExperimentConfig
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -106,6 +107,8 @@ class ServerConfig(Section, frozen=True):
     """MiB at which the file is set aside as FILE.1, and a new one begun."""
     audit_files_kept: Annotated[int, Meta(ge=0, le=1000)] = 4
     """Files set aside that are kept."""
+    state_dir: str | None = None
+    """Folder for what outlives the server: the state and the rows of experiments, which need it. One server at a time may use it."""
     log_format: Literal["auto", "console", "json"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
@@ -167,6 +170,8 @@ class Config(Section, frozen=True):
     features: FeaturesConfig = FeaturesConfig()
     plugins: dict[str, dict[str, Any]] = {}
     """Settings of each plugin by its name, checked by the plugin's own type when it is loaded."""
+    experiments: dict[str, ExperimentConfig] = {}
+    """Traffic split over sets of switches, by name."""
 
 
 def from_mapping(data: dict[str, Any], where: str) -> Config:

@@ -210,6 +210,11 @@ def _tree(root: type[TokenbusError]) -> dict[str, type[TokenbusError]]:
     return found
 
 
+def status_of(kind: str) -> int:
+    """HTTP status of a class of the tree by its name; 500 for an unknown one."""
+    return _tree(TokenbusError).get(kind, ServerFault).status
+
+
 def from_wire(info: ErrorInfo) -> TokenbusError:
     """The error that `to_wire` was called on, less its traceback. An unknown kind becomes a ServerFault."""
     cls = _tree(TokenbusError).get(info.kind, ServerFault)

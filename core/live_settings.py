@@ -114,7 +114,7 @@ def _plugin_settings(config: Config, host: PluginHost, values: Mapping[str, Any]
 
 def _walk(config: Config, host: PluginHost) -> Iterator[tuple[str, msgspec.structs.FieldInfo, Any]]:
     for section in config.__struct_fields__:
-        if section == "plugins":
+        if section in {"plugins", "experiments"}:
             continue
         table = getattr(config, section)
         for field in msgspec.structs.fields(table):

@@ -135,6 +135,10 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     error: ErrorInfo | None = None
     cached_tokens: int = 0
     preemptions: int = 0
+    draft_tokens: int = 0
+    """Drafts that this engine verified for it."""
+    accepted_tokens: int = 0
+    """Drafts among them that were accepted."""
     notes: dict[str, str] = {}
     features: tuple[str, ...] = ()
     """Plugins in force at the end."""

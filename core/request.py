@@ -84,9 +84,10 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "arrival", "blocks", "cached_tokens", "capacity", "choice", "computed", "deadline", "features", "fields",
-        "finish", "hooks", "kernels", "limit", "notes", "num_prompt", "pinned", "preemptions", "prompt_logits", "prompt_logprobs_sent",
-        "proposed", "request_id", "stash", "status", "stop_ids", "stop_min_len", "tokens", "worker_knows",
+        "accepted_tokens", "admitted", "arrival", "blocks", "cached_tokens", "capacity", "choice", "computed", "deadline",
+        "draft_tokens", "features", "fields", "finish", "hooks", "kernels", "limit", "notes", "num_prompt", "pinned",
+        "preemptions", "prompt_logits", "prompt_logprobs_sent", "proposed", "request_id", "stash", "status", "stop_ids", "stop_min_len",
+        "tokens", "worker_knows",
     )  # fmt: skip
 
     def __init__(self, admitted: AdmittedRequest, hooks: HookTable) -> None:
@@ -121,6 +122,10 @@ class Request:
         self.cached_tokens: int | None = None
         """Prompt tokens taken from a cache at its first scheduling; None before."""
         self.preemptions = 0
+        self.draft_tokens = 0
+        """Drafts verified for it."""
+        self.accepted_tokens = 0
+        """Drafts among them that were accepted."""
         self.notes: dict[str, str] = {}
         """What really applied and why not, by plugin name; part of the response's `tokenbus` object."""
         self.stash = Stash()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import tokenbus
 from tokenbus.core import config, errors, hooks
+from tokenbus.core.experiments import config as experiments
 from tokenbus.core.host import HOOK_NAMES, PluginHost
 from tokenbus.core.plugin import ENTRY_POINT_GROUP, HOOK_API_VERSION
 
@@ -47,13 +48,22 @@ def settings_page() -> str:
         "",
     ]
     for section, (annotation, _, _) in docs["Config"].items():
-        if section == "plugins":
+        if section in {"plugins", "experiments"}:
             continue
         lines += [f"## [{section}]", ""]
         if text := getattr(config, annotation).__dict__.get("__doc__"):  # its own, not a base class's
             lines += [inspect.cleandoc(text), ""]
         lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
         for name, (kind, default, text) in docs[annotation].items():
+            lines.append(f"| `{name}` | `{cell(kind)}` | `{cell(default)}` | {cell(text)} |")
+        lines.append("")
+    experiment = attribute_docs(ROOT / "core" / "experiments" / "config.py")
+    for title, struct in (("", "ExperimentConfig"), (".arms.ARM", "ArmConfig"), (".guard", "GuardConfig")):
+        lines += [f"## [experiments.NAME{title}]", ""]
+        if text := getattr(experiments, struct).__dict__.get("__doc__"):
+            lines += [inspect.cleandoc(text), ""]
+        lines += ["| setting | type | default | meaning |", "|---|---|---|---|"]
+        for name, (kind, default, text) in experiment[struct].items():
             lines.append(f"| `{name}` | `{cell(kind)}` | `{cell(default)}` | {cell(text)} |")
         lines.append("")
     host = catalogue()

@@ -15,6 +15,7 @@ from ..host import KERNEL_SLOTS
 from ..params import MAX_NAME_CHARS, check_switches
 from ..plugin import PluginInfo, Slot
 from .app import Call, Endpoint, Routes, json_response
+from .experiments import add_experiment_routes
 from .wire import FeaturesBody, SettingsBody, convert, decode_object
 
 CORE_DEFAULTS: dict[str, str] = {
@@ -37,6 +38,7 @@ def add_routes(routes: Routes) -> None:
     routes.add("POST", "/v1/tokenbus/settings", Endpoint(set_settings, "admin"))
     routes.add("GET", "/v1/tokenbus/audit", Endpoint(audit, "admin"))
     routes.add("GET", "/v1/tokenbus/plans", Endpoint(plans, "admin"))
+    add_experiment_routes(routes)
 
 
 def feature_state(service: Service) -> dict[str, Any]:

@@ -105,10 +105,18 @@ def _common(call: Call, body: Body, endpoint: str, prompts: list[Prompt], arriva
         timeout=body.timeout,
         skip_special_tokens=body.skip_special_tokens is not False,
         features=options.features or {},
+        headers=_split_headers(call),
         group=new_id("chatcmpl" if endpoint == "chat" else "cmpl"),
         tenant=call.who,
         arrival=arrival,
     )
+
+
+def _split_headers(call: Call) -> dict[str, str]:
+    experiments = call.service.experiments
+    if experiments is None:
+        return {}
+    return {name: value for name in experiments.headers if (value := call.request.headers.get(name))}
 
 
 async def _prompts(service: Service, body: CompletionBody) -> tuple[list[Prompt], float]:

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -102,6 +102,13 @@ class FeaturesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class SettingsBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     settings: dict[str, Any]
     """Checked by `live_settings.check`."""
+
+
+class ExperimentBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    action: Literal["start", "ramp", "stop", "rollback"]
+    traffic: float | None = None
+    """Share of units that take part, for start and ramp."""
 
 
 B = TypeVar("B", bound=msgspec.Struct)

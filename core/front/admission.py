@@ -70,6 +70,8 @@ class ParsedRequest(msgspec.Struct, kw_only=True):
     """Switches the client asks for."""
     own_features: bool = False
     """The caller is the operator: any request-scope plugin may be switched."""
+    headers: dict[str, str] = {}
+    """Those that experiments go by, names in small letters."""
     overrides: Overrides | None = None
     """The arm of an experiment that it is given to, and the arm's flags."""
     group: str = ""

@@ -38,6 +38,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     tokenize_seconds: float = 0.0
     template_seconds: float = 0.0
     preemptions: int = 0
+    draft_tokens: int = 0
+    """Drafts that its last engine verified for it."""
+    accepted_tokens: int = 0
+    """Drafts among them that were accepted."""
     resumptions: int = 0
     """Engines that died while they had it."""
 

@@ -313,6 +313,8 @@ class Generation:
             tokenize_seconds=parsed.tokenize_seconds,
             template_seconds=parsed.template_seconds,
             preemptions=finish.preemptions if finish else 0,
+            draft_tokens=finish.draft_tokens if finish else 0,
+            accepted_tokens=finish.accepted_tokens if finish else 0,
             resumptions=choice.stream.resumptions,
         )
 

@@ -21,6 +21,7 @@ from .. import logs
 from ..bus import Bus
 from ..config import Config
 from ..errors import ConfigError, TokenbusError
+from ..experiments.controller import Experiments
 from ..host import make_host
 from ..models.resolve import ResolvedModel, resolve
 from .client import EngineClient
@@ -87,11 +88,13 @@ async def _serve(config: Config) -> int:
         check_pool(config, host, switches)
     bus = Bus()
     client = EngineClient(config, bus, host, switches)
+    experiments = Experiments(config, host, client, bus)
     signals = _Signals()
     async with anyio.create_task_group() as tasks:
         await tasks.start(signals.watch, tasks.cancel_scope)
         await tasks.start(client.run)
-        async with _http(config, client, phases) as address:
+        await tasks.start(experiments.run)
+        async with _http(config, client, experiments, phases) as address:
             info = await client.wait_ready()
             signals.serving = True
             phases.print_report(info, address)
@@ -107,7 +110,7 @@ async def _serve(config: Config) -> int:
 
 
 @asynccontextmanager
-async def _http(config: Config, client: EngineClient, phases: Phases) -> AsyncIterator[str]:
+async def _http(config: Config, client: EngineClient, experiments: Experiments, phases: Phases) -> AsyncIterator[str]:
     """The HTTP server; the value is its address. It answers before the engine is ready: /ready and requests with 503."""
     with phases.during("front: HTTP modules"):  # while the engine process starts
         from ..api import admin, misc
@@ -120,7 +123,16 @@ async def _http(config: Config, client: EngineClient, phases: Phases) -> AsyncIt
         model: ResolvedModel = await anyio.to_thread.run_sync(resolve, config.model.model)
         tokenizer, template = await anyio.to_thread.run_sync(load_text_parts, model, config)
     name = config.model.served_model_name or model.name
-    service = Service(config, client.host, client, client.bus, model_name=name, tokenizer=tokenizer, template=template)
+    service = Service(
+        config,
+        client.host,
+        client,
+        client.bus,
+        model_name=name,
+        tokenizer=tokenizer,
+        template=template,
+        experiments=experiments,
+    )
     routes = Routes(service)
     misc.add_routes(routes)
     admin.add_routes(routes)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..bus import Bus
 from ..config import Config
-from ..errors import ContextLengthError, NotFoundError, RequestError, UnavailableError
+from ..errors import ContextLengthError, NotFoundError, RequestError, TokenbusError, UnavailableError
+from ..experiments.controller import Experiments
 from ..host import PluginHost
 from ..messages import EngineInfo
 from ..models.resolve import ResolvedModel
@@ -17,7 +18,6 @@ from .audit import AuditTrail
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_template
 from .client import EngineClient
 from .events import RequestAdmitted
-from .features import Overrides
 from .generation import Generation
 from .prepare import PreparePool
 from .reader import make_readers
@@ -38,6 +38,7 @@ class Service:
         model_name: str,
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
+        experiments: Experiments | None = None,
     ) -> None:
         self.config = config
         self.host = host
@@ -47,6 +48,8 @@ class Service:
         """The name clients use."""
         self.tokenizer = tokenizer
         self.template = template
+        self.experiments = experiments
+        """None: requests are in no experiments (offline use)."""
         self._admitter = Admitter(
             config,
             host,
@@ -57,8 +60,6 @@ class Service:
         )
         self.audit = AuditTrail(config.server, bus)
         self._pool = PreparePool(lambda: client.settings.config.scheduler.max_waiting)
-        self.assign: Callable[[ParsedRequest], Overrides | None] | None = None
-        """Gives each request to an arm of an experiment, or to none, before it is admitted."""
 
     def close(self) -> None:
         """At the end: what is still to be written is. Idempotent."""
@@ -100,17 +101,31 @@ class Service:
     async def start(self, parsed: ParsedRequest) -> Generation:
         """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `PreparePool.run`, `make_readers` and
         `EngineClient.submit` raise."""
-        if self.assign is not None:
-            parsed.overrides = self.assign(parsed)
-        with self.client.hold_plugins() as hold:
-            admission = self._admitter.admit(parsed, hold)
-            if admission.table.prepare_fields:
-                admission = await self._pool.run(self._admitter.prepare, admission)
-            readers = make_readers(admission, self.tokenizer, self.template)
-            streams = self.client.submit(admission.requests)
+        if self.experiments is not None:
+            parsed.overrides = self.experiments.assign(parsed)
+        try:
+            with self.client.hold_plugins() as hold:
+                admission = self._admitter.admit(parsed, hold)
+                if admission.table.prepare_fields:
+                    admission = await self._pool.run(self._admitter.prepare, admission)
+                readers = make_readers(admission, self.tokenizer, self.template)
+                streams = self.client.submit(admission.requests)
+        except BaseException as error:
+            self._not_admitted(parsed, error)
+            raise
+        if admission.decision.arm_refused is not None and self.experiments is not None:
+            self.experiments.not_given(parsed.group)
         for request in admission.requests:
             self.bus.publish(RequestAdmitted(request.request_id))
         return Generation(admission, streams, self.tokenizer, self.bus, readers)
+
+    def _not_admitted(self, parsed: ParsedRequest, error: BaseException) -> None:
+        if self.experiments is None:
+            return
+        if isinstance(error, TokenbusError):
+            self.experiments.refused(parsed, error)
+        else:
+            self.experiments.dropped(parsed.group)
 
 
 def load_text_parts(model: ResolvedModel, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:

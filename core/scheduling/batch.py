@@ -129,6 +129,8 @@ class Batch:
             error=error,
             cached_tokens=request.cached_tokens or 0,
             preemptions=request.preemptions,
+            draft_tokens=request.draft_tokens,
+            accepted_tokens=request.accepted_tokens,
             notes=_notes(request),
             features=tuple(sorted(request.features)),
         )

@@ -137,6 +137,8 @@ class Scheduler:
             self.fail(request_id, error, now)
         if result.prompt_logprobs:
             output.prompt_logprobs = self._prompt_logprobs(plan, result.prompt_logprobs)
+        if self._builder.drafts:
+            self._count_drafts(result)
         self._advance(plan, result, output, now)
         if self._builder.drafts:
             self._settle_drafts(result, now)
@@ -197,6 +199,14 @@ class Scheduler:
         if stale is not None:
             for request_id in stale:
                 _trim(output, result, request_id, [])
+
+    def _count_drafts(self, result: StepResult) -> None:
+        """Before any of its requests ends."""
+        for request_id, drafts in self._builder.drafts.items():
+            request, new = self.batch.requests.get(request_id), result.sampled.get(request_id)
+            if request is not None and new is not None:
+                request.draft_tokens += len(drafts)
+                request.accepted_tokens += len(new) - 1
 
     def _settle_drafts(self, result: StepResult, now: float) -> None:
         """Give back what drafts took, and tell who proposed them how good they were."""

@@ -127,6 +127,13 @@ class Collector:
         self.ttft = self._histogram("ttft_seconds", "Time to first token, by prompt length", LATENCY, by_prompt)
         self.itl = self._histogram("inter_token_latency_seconds", "Time between tokens of a request", LATENCY, by_prompt)
         self.e2e = self._histogram("e2e_seconds", "Time from arrival to the end of a request", LATENCY, by_prompt)
+        by_arm = ("arm",)
+        self.arm_ttft = self._histogram(
+            "arm_ttft_seconds", "Time to first token of requests in experiments, by arm", LATENCY, by_arm
+        )
+        self.arm_itl = self._histogram(
+            "arm_inter_token_latency_seconds", "Time between tokens of requests in experiments, by arm", LATENCY, by_arm
+        )
         self.started = self._counter("requests_started", "Choices handed to the engine: those finished plus those open")
         self.open = self._gauge("requests_open", "Choices handed to the engine that have not ended")
         self.finished = self._counter("requests_finished", "Choices by finish reason and arm", ("reason", "arm"))
@@ -213,12 +220,21 @@ class Collector:
         for gap in record.gaps:
             itl.observe(gap)
         self.e2e.labels(label).observe(record.e2e)
+        if record.arm:
+            self._on_arm(record)
         self.prompt_tokens.inc(record.prompt_tokens)
         self.cached_tokens.inc(record.cached_tokens)
         self.output_tokens.inc(record.output_tokens)
         self.resumptions.inc(record.resumptions)
         self.tokenize_seconds.inc(max(0.0, record.tokenize_seconds))
         self.template_seconds.inc(max(0.0, record.template_seconds))
+
+    def _on_arm(self, record: RequestRecord) -> None:
+        if record.ttft is not None:
+            self.arm_ttft.labels(record.arm).observe(record.ttft)
+        itl = self.arm_itl.labels(record.arm)
+        for gap in record.gaps:
+            itl.observe(gap)
 
     def _on_refused(self, refused: RequestRefused) -> None:
         self.refused.labels(str(refused.status), refused.kind).inc()

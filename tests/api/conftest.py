@@ -20,6 +20,7 @@ from tokenbus.core.api.auth import Gate
 from tokenbus.core.api.connection import make_runner
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import from_mapping
+from tokenbus.core.experiments.controller import Experiments
 from tokenbus.core.front.chat import ChatTemplate
 from tokenbus.core.front.events import FeatureChange, RequestRecord, RequestRefused
 from tokenbus.core.front.service import Service
@@ -194,7 +195,10 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
         eos = tokenizer.markers[tiny.END]
         engine = fake.FakeEngineClient(config, bus, host, switches, vocab_size=261, max_model_len=512, eos=eos)
         made = None if template is None else ChatTemplate(template, tokenizer)
-        service = Service(config, host, engine, bus, model_name="tiny", tokenizer=tokenizer, template=made)
+        experiments = Experiments(config, host, engine, bus)
+        service = Service(
+            config, host, engine, bus, model_name="tiny", tokenizer=tokenizer, template=made, experiments=experiments
+        )
         routes = Routes(service)
         misc.add_routes(routes)
         admin.add_routes(routes)
@@ -202,6 +206,7 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
         runner = make_runner(app, 0.1)
         async with anyio.create_task_group() as tasks:
             await tasks.start(engine.run)
+            await tasks.start(experiments.run)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"

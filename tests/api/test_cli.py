@@ -31,7 +31,7 @@ def test_every_field_has_a_flag_of_its_own():
         if field.name not in settings_cli.SWITCHES
     }
     assert wanted <= flags.keys()
-    assert {*settings_cli.sections(), "plugins"} == {field.name for field in msgspec.structs.fields(Config)}
+    assert {*settings_cli.sections(), "plugins", "experiments"} == {field.name for field in msgspec.structs.fields(Config)}
     names = [name for options in flags.values() for name in options]
     assert len(names) == len(set(names))
 

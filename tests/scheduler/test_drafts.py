@@ -76,6 +76,18 @@ def test_right_drafts_give_many_tokens_a_step(drafting, monkeypatch) -> None:
     assert [output.report.decode_tokens for output in h.outputs[1:5]] == [1] * 4
 
 
+def test_each_end_says_what_its_own_drafts_came_to(drafting) -> None:
+    h = drafting()
+    for name in "abc":
+        h.add(name, 10, max_tokens=33)
+    h.run()
+    ends = [finish for output in h.outputs for finish in output.finished.values()]
+    assert len(ends) == 3
+    assert all(0 < end.accepted_tokens < end.draft_tokens for end in ends), "the last step's too"
+    assert sum(end.draft_tokens for end in ends) == counters(h)["oracle.proposed_tokens"]
+    assert sum(end.accepted_tokens for end in ends) == counters(h)["oracle.accepted_tokens"]
+
+
 @pytest.mark.parametrize("mistakes", [0.1, 0.5, 1.0])
 def test_wrong_drafts_change_nothing(drafting, monkeypatch, mistakes) -> None:
     monkeypatch.setattr(Oracle, "mistakes", mistakes)
