@@ -52,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     _selftest(_command(commands, "selftest", "check that no switch changes an answer, with this model on this machine"))
     _chat(_command(commands, "chat", "talk with a model on the terminal"))
     _generate(_command(commands, "generate", "continue prompts and print the texts"))
+    _ab(_command(commands, "ab", "run experiments: report what differs between their arms"))
     return parser
 
 
@@ -91,6 +92,15 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     _sampling(parser)
     add_settings(parser, OFFLINE)
+
+
+def _ab(parser: argparse.ArgumentParser) -> None:
+    from .experiments.report import add_arguments
+
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    report = _command(verbs, "report", "say what differs between an experiment's arms, and how sure that is")
+    add_arguments(report)
+    report.set_defaults(config=None, switches={}, plugin_setting=[])
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
