@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     _remote(_command(commands, "settings", "show or change a running server's live settings"), "VALUE")
     _chat(_command(commands, "chat", "talk with a model on the terminal"))
     _generate(_command(commands, "generate", "continue prompts and print the texts"))
-    _ab(_command(commands, "ab", "run experiments on a server: list, start, ramp, roll back, stop"))
+    _ab(_command(commands, "ab", "run experiments on a server: list, start, ramp, roll back, stop, report"))
     return parser
 
 
@@ -111,6 +111,8 @@ def _generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _ab(parser: argparse.ArgumentParser) -> None:
+    from .experiments.report import add_arguments
+
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _ab_verb(verbs, "list", "show how experiments stand")
     start = _ab_verb(verbs, "start", "begin a new run")
@@ -121,6 +123,9 @@ def _ab(parser: argparse.ArgumentParser) -> None:
     ramp.add_argument("traffic", type=float, metavar="SHARE", help="0 to 1")
     _ab_verb(verbs, "rollback", "give everybody the control's switches, until it is stopped")
     _ab_verb(verbs, "stop", "end a run, and put back switches as they were")
+    report = _command(verbs, "report", "say what differs between an experiment's arms, and how sure that is")
+    add_arguments(report)
+    report.set_defaults(config=None, switches={}, plugin_setting=[])
 
 
 def _ab_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str) -> argparse.ArgumentParser:

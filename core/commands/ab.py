@@ -8,12 +8,15 @@ import sys
 from typing import Any
 
 from ..config import Config
+from ..experiments import report
 from .remote import ask
 
 PATH = "/v1/tokenbus/experiments"
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
+    if arguments.verb == "report":
+        return report.main(arguments)
     if arguments.verb == "list":
         state = ask(arguments, config, PATH)["experiments"]
         sys.stdout.write((json.dumps(state, indent=2) if arguments.json else _table(state)) + "\n")

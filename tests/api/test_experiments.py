@@ -176,7 +176,7 @@ async def test_two_experiments_at_once(serve, tmp_path):
 
 
 async def test_slices_switch_the_server_as_the_switches_route_does(serve, tmp_path):
-    arms = {"fifo": {"features": {"scheduling.fcfs": True}}, "core": {"features": {"scheduling.fcfs": False}}}
+    arms = {"fifo": {"features": {"scheduling.unified": True}}, "core": {"features": {"scheduling.unified": False}}}
     sliced = {"arms": arms, "split": "slice", "slice_seconds": 0.15, "washout_seconds": 0.01, "autostart": True}
     async with serve(settings(tmp_path, {"order": sliced})) as api:
         seen = set()
@@ -186,7 +186,7 @@ async def test_slices_switch_the_server_as_the_switches_route_does(serve, tmp_pa
                 assert api.engine.open == {}
         assert seen - {"order/excluded"} == {"order/fifo", "order/core"}
         assert {change.who for change in api.changes} == {"experiment order"}
-        assert {frozenset(change.changes) for change in api.changes} == {frozenset({"scheduling.fcfs"})}
+        assert {frozenset(change.changes) for change in api.changes} == {frozenset({"scheduling.unified"})}
         rows = await rows_of(api, tmp_path, "order")
         by_slice: dict[int, set[str]] = {}
         for row in rows:
@@ -194,7 +194,7 @@ async def test_slices_switch_the_server_as_the_switches_route_does(serve, tmp_pa
         assert all(len(found) == 1 for found in by_slice.values())
         await api.call("POST", PATH, {"name": "order", "action": "stop"})
         state = (await api.call("GET", "/v1/tokenbus/features")).body
-        assert state["features"]["scheduling.fcfs"]["on"]
+        assert state["features"]["scheduling.unified"]["on"]
 
 
 async def test_what_an_operator_does_and_what_is_refused(serve, tmp_path):
