@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .errors import TokenbusError, plain_text
-from .settings_cli import add_settings, make_config
+from .settings_cli import add_fields, add_settings, make_config
 
 OFFLINE = ("model", "cache", "scheduler", "features")
 """Sections of settings that make sense without a server."""
@@ -56,6 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     _chat(_command(commands, "chat", "talk with a model on the terminal"))
     _generate(_command(commands, "generate", "continue prompts and print the texts"))
     _ab(_command(commands, "ab", "run experiments on a server: list, start, ramp, roll back, stop, report"))
+    _replay(_command(commands, "replay", "run a recording's steps again and stop at the first difference"))
+    _simulate(_command(commands, "simulate", "say what a recorded load would have met under other settings"))
+    _trace(_command(commands, "trace", "write a recording as a timeline for Perfetto or chrome://tracing"))
     return parser
 
 
@@ -93,6 +96,37 @@ def _remote(parser: argparse.ArgumentParser, value: str) -> None:
     parser.add_argument("--json", action="store_true", help="the server's answer as it is")
     parser.add_argument("--url", metavar="URL", help="where the server is (default: made from --host and --port)")
     add_settings(parser, ("server",), ("host", "port", "admin_key"))
+
+
+def _recordings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recordings", nargs="+", metavar="FILE", help="a recording, or several parts of one in order")
+
+
+def _replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recording", metavar="FILE", help="a recording of level full; each part stands for itself")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_fields(parser, "model", ("model", "dtype", "kernels", "threads"), default="as recorded")
+    add_fields(parser, "features", ("load",))
+
+
+def _simulate(parser: argparse.ArgumentParser) -> None:
+    _recordings(parser)
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="wishes",
+        metavar="NAME=VALUE",
+        help="what is to be different: token_budget=512, prefix_cache=off, chunked_prefill.chunk_size=64 ...",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    add_fields(parser, "features", ("load",))
+
+
+def _trace(parser: argparse.ArgumentParser) -> None:
+    _recordings(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="where the JSON goes")
+    add_fields(parser, "features", ())
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
     from .bus import Bus
     from .config import Config, LimitsConfig
+    from .host import Switches
     from .kv.pool import BlockPool
     from .messages import EngineInfo
 
@@ -51,6 +52,10 @@ class Vocabulary:
 
 def _no_vocabulary() -> Vocabulary:
     raise RuntimeError("there is no tokenizer here")
+
+
+def _no_switches() -> Switches | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +128,14 @@ class ParserContext:
 @dataclass(frozen=True, slots=True)
 class EngineContext:
     bus: Bus
-    """The engine's bus: StepPlan, StepResult."""
+    """The engine's bus. For each step StepPlan and StepInput before it runs, StepResult and StepOutput after it (of a step that failed as a
+    whole only StepOutput); StepOutput also for ends that no step carried."""
     config: Config
     pool: BlockPool
+    info: EngineInfo | None = None
+    """The engine's description; None where there is no engine process (self test)."""
+    switches: Callable[[], Switches | None] = _no_switches
+    """What is on now; None as long as the engine starts."""
 
 
 @dataclass(frozen=True, slots=True)

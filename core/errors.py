@@ -22,7 +22,8 @@
     └── StartupError                   (exit 1) never reaches a client     the process can't start: message says what to do
         ├── ConfigError                        a setting is malformed, unknown, or contradicts another
         ├── ModelError                         the model can't be loaded or run; names the reason
-        └── PluginLoadError                    a plugin can't be loaded: API version, name, requires/conflicts, bad signature
+        ├── PluginLoadError                    a plugin can't be loaded: API version, name, requires/conflicts, bad signature
+        └── RecordingError                     a file is no recording, is damaged, or can't answer what is asked of it
 
 Recoverable: everything but StartupError. `to_wire` gives what crosses the process border (`ErrorInfo`), `from_wire` its inverse.
 """
@@ -201,6 +202,10 @@ class ModelError(StartupError):
 
 class PluginLoadError(StartupError):
     pass
+
+
+class RecordingError(StartupError):
+    """A file that is no recording, is damaged, or can't answer what was asked."""
 
 
 def _tree(root: type[TokenbusError]) -> dict[str, type[TokenbusError]]:

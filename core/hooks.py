@@ -184,8 +184,8 @@ def engine_started(engine: EngineContext) -> None:
 
 @hookspec
 def engine_stopped() -> None:
-    """Engine, engine-wide, quick. Once when the plugin is off and no request has it any more: give back what it holds (blocks it
-    retained, say)."""
+    """Engine, engine-wide, quick. Once when the plugin is off and no request has it any more, or the engine ends as it was told to: give
+    back what it holds (blocks it retained, say)."""
 
 
 @hookspec(firstresult=True)

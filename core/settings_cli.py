@@ -61,6 +61,32 @@ def add_settings(
             _add_section(parser, section, struct, None if fields is None else frozenset(fields))
 
 
+def add_fields(parser: argparse.ArgumentParser, section: str, names: Iterable[str], default: str | None = None) -> None:
+    """Flags for some fields of one section, and for nothing else. default: what help says it is, when it isn't the field's own."""
+    parser.set_defaults(config=None, plugin_setting=[], switches={})
+    for field in msgspec.structs.fields(sections()[section]):
+        if field.name in names:
+            _add_field(parser, section, sections()[section].__name__, field, default)
+
+
+def _add_field(
+    to: argparse._ActionsContainer, section: str, struct: str, field: msgspec.structs.FieldInfo, default: str | None = None
+) -> None:
+    many = get_origin(field.type) is tuple
+    to.add_argument(
+        "--" + field.name.replace("_", "-"),
+        dest=f"{section}.{field.name}",
+        action="append" if many else "store",
+        metavar=field.name.upper(),
+        help=_help(struct, field.name, field.default if default is None else default),
+    )
+
+
+def given(arguments: argparse.Namespace, section: str) -> dict[str, Any]:
+    """Settings of a section for which a flag was given, checked one by one."""
+    return _flags(arguments).get(section, {})
+
+
 def _add_section(
     parser: argparse.ArgumentParser, section: str, struct: type[msgspec.Struct], fields: frozenset[str] | None
 ) -> None:
@@ -68,18 +94,11 @@ def _add_section(
     for field in msgspec.structs.fields(struct):
         if fields is not None and field.name not in fields:
             continue
-        flag = "--" + field.name.replace("_", "-")
         if section == "features" and field.name in SWITCHES:
-            group.add_argument(flag, action=_Switch, dest=field.name, metavar="PLUGIN", help=_help(struct.__name__, field.name))
-            continue
-        many = get_origin(field.type) is tuple
-        group.add_argument(
-            flag,
-            dest=f"{section}.{field.name}",
-            action="append" if many else "store",
-            metavar=field.name.upper(),
-            help=_help(struct.__name__, field.name, field.default),
-        )
+            text = _help(struct.__name__, field.name)
+            group.add_argument(f"--{field.name}", action=_Switch, dest=field.name, metavar="PLUGIN", help=text)
+        else:
+            _add_field(group, section, struct.__name__, field)
 
 
 def _help(struct: str, field: str, default: Any = None) -> str:

@@ -9,7 +9,8 @@ The next plan is made when the result is there: planning takes 0.01 to 0.1 ms of
 done while the worker computes.
 While a step computes, the heartbeat goes on beating and the reader goes on receiving: new requests join the line at once, everything
 else is applied between two steps.
-A full mailbox makes the reader stop reading, and so, in the end, the front wait.
+A full mailbox makes the reader stop reading, and so, in the end, the front wait. A listener of the bus that must lose nothing and is far
+behind makes the loop hold new requests; it never makes a step wait.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -54,6 +55,7 @@ from ..messages import (
     StepOutput,
 )
 from ..plan import StepInput, StepPlan
+from ..request import AdmittedRequest
 from ..scheduling.scheduler import Scheduler
 from ..worker.base import Worker
 from .switchboard import Switchboard
@@ -66,7 +68,9 @@ BEAT_SECONDS = 1.0
 CLOSE_SECONDS = 2.0
 """What the worker gets to close by itself; the front kills the process group after a while."""
 STALLED_SECONDS = 0.01
-"""Pause when there is work but no step could be planned."""
+"""Pause when there is work but no step could be planned, or new requests are held."""
+CAUGHT_UP = 0.5
+"""Backlog of the bus at which held requests are taken in again."""
 
 
 class EngineCore:
@@ -84,7 +88,9 @@ class EngineCore:
         """worker: loaded, with its K/V allocated. Loads and starts the plugins of `switches`: PluginLoadError when one can't."""
         self.bus = bus
         self.pool = BlockPool(info.num_blocks, info.block_size)
-        self._switchboard = Switchboard(host, EngineContext(bus=bus, config=config, pool=self.pool))
+        self._ready = False
+        context = EngineContext(bus=bus, config=config, pool=self.pool, info=info, switches=self._switches)
+        self._switchboard = Switchboard(host, context)
         self._switchboard.start(switches)
         self.scheduler = Scheduler(
             config,
@@ -97,12 +103,16 @@ class EngineCore:
             start_plugin=self._switchboard.revive,
         )
         self._config = config
+        self._ready = True
         self._host = host
         self._worker = worker
         self._channel = channel
         self._mailbox: Mailbox[FrontMessage] = Mailbox(MAILBOX)
         self._plans: deque[StepPlan] = deque(maxlen=config.scheduler.plan_history)
         bus.listen(self._plans.append, StepPlan)
+        self._held: deque[AdmittedRequest] = deque()
+        """Requests that are taken in when a listener that must lose nothing has caught up."""
+        self._congested = False
         self._idle = True
         """Nothing could be planned: wait for news before trying again."""
         self._stopping = False
@@ -132,8 +142,12 @@ class EngineCore:
             raise error from None
         finally:
             self._mailbox.destroy()
+        self._switchboard.stop()
         with anyio.move_on_after(CLOSE_SECONDS):
             await self._worker.close()
+        with anyio.move_on_after(CLOSE_SECONDS):
+            while self.bus.backlog > 0:  # noqa: ASYNC110 - on other threads' work
+                await anyio.sleep(STALLED_SECONDS)
         return self._stopping
 
     # ---- the loop ---------------------------------------------------------------------------------------------------------------
@@ -144,10 +158,11 @@ class EngineCore:
             planned = scheduler.schedule(time.time())
             self._idle = planned is None
             if planned is None:
-                await self._send(scheduler.flush(time.time()))
+                await self._send(self._published(scheduler.flush(time.time())))
                 continue
             plan, order = planned
             bus.publish(plan)
+            bus.publish(order)
             await self._tell(plan, order)
             self._step_id, self._step_began = plan.step_id, time.monotonic()
             step = asyncio.ensure_future(self._worker.execute(order))
@@ -156,17 +171,27 @@ class EngineCore:
             try:
                 result = await step
             except (WorkerError, PluginError) as error:
-                self._output = self._step_failed(plan, order, error)
+                self._output = self._published(self._step_failed(plan, order, error))
             else:
                 self._switchboard.step_done(order, result)
-                self._output = scheduler.update(plan, result, time.time(), time.monotonic() - self._step_began)
+                output = scheduler.update(plan, result, time.time(), time.monotonic() - self._step_began)
                 bus.publish(result)
+                self._output = self._published(output)
             self._step_began = None
         await self._send(None)
+
+    def _switches(self) -> Switches | None:
+        return self.scheduler.switches if self._ready else None
+
+    def _published(self, output: StepOutput | None) -> StepOutput | None:
+        if output is not None:
+            self.bus.publish(output)
+        return output
 
     async def _take_in(self) -> bool:
         """Apply everything that waits; without work, first wait for a message or the next deadline. False: stop."""
         await anyio.lowlevel.checkpoint()
+        self._admit_held()
         try:
             if self._idle:
                 await self._wait()
@@ -182,7 +207,7 @@ class EngineCore:
     async def _wait(self) -> None:
         deadline, now = self.scheduler.next_deadline(), time.time()
         seconds = math.inf if deadline is None else max(0.0, deadline - now)
-        if self.scheduler.has_work():
+        if self.scheduler.has_work() or self._held:
             seconds = min(seconds, STALLED_SECONDS)
         with anyio.move_on_after(seconds):
             await self._apply(await self._mailbox.receive())
@@ -217,10 +242,11 @@ class EngineCore:
         now = time.time()
         match message:
             case Add():
-                for request in message.requests:
-                    self.scheduler.add(request, now)
-                    self._taken += 1
+                self._held.extend(message.requests)
+                self._taken += len(message.requests)
+                self._admit_held()
             case Cancel():
+                self._admit_held(message.request_ids)
                 for request_id in message.request_ids:
                     self.scheduler.cancel(request_id, message.reason, now)
             case SetFeatures():
@@ -233,6 +259,21 @@ class EngineCore:
                 self._stopping = True
             case Hello():
                 raise WireError("a second Hello")
+
+    def _admit_held(self, only: Collection[str] = ()) -> None:
+        """Take in new requests, unless somebody who must lose nothing is far behind: then they are held until its backlog is half of what
+        it can take. Those of `only`, which are to be cancelled, and those whose time is up are taken in nevertheless."""
+        if not self._held:
+            return
+        now = time.time()
+        self._congested = self.bus.backlog >= (CAUGHT_UP if self._congested else 1.0)
+        held, self._held = self._held, deque()
+        for request in held:
+            over = request.deadline is not None and request.deadline <= now
+            if not self._congested or over or request.request_id in only:
+                self.scheduler.add(request, now)
+            else:
+                self._held.append(request)
 
     async def _answer(self, call_id: int, call: Callable[[], Reply]) -> None:
         await self._send(None)  # what goes wrong below is the answer's fault, not the waiting output's

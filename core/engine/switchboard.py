@@ -47,6 +47,11 @@ class Switchboard:
             raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
         self._on_worker = switches.on
 
+    def stop(self) -> None:
+        """The engine ends: tell all that are on, or still in use."""
+        for name in sorted(self._host.loaded):
+            self._stopped(name)
+
     def revive(self, name: str) -> None:
         """Load and start a plugin that is off, for a request that has it all the same. PluginLoadError when it can't be; it then counts
         as failed."""

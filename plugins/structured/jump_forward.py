@@ -17,7 +17,6 @@ class JumpForward(Plugin):
         summary="drafts of what a grammar forces",
         scope="request",
         lossless=True,
-        requires={"structured"},
         default=True,
     )
 

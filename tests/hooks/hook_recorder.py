@@ -27,7 +27,7 @@ class _Noting(Plugin):
 
 
 class Recorder(_Noting):
-    info = PluginInfo(name="recorder", summary="notes its calls", scope="request", lossless=True, claims={"note"})
+    info = PluginInfo(name="note_taker", summary="notes its calls", scope="request", lossless=True, claims={"note"})
 
     @hookimpl
     def front_started(self, front):
@@ -149,7 +149,7 @@ class Recorder(_Noting):
 
 
 class RecorderPolicy(_Noting):
-    info = PluginInfo(name="recorder.policy", summary="notes its calls", scope="step", lossless=True, slot="scheduling")
+    info = PluginInfo(name="note_taker.policy", summary="notes its calls", scope="step", lossless=True, slot="scheduling")
 
     @hookimpl
     def scheduling_policy(self):
@@ -158,7 +158,7 @@ class RecorderPolicy(_Noting):
 
 
 class RecorderAttention(_Noting):
-    info = PluginInfo(name="recorder.attention", summary="notes its calls", scope="step", lossless=True, slot="attention")
+    info = PluginInfo(name="note_taker.attention", summary="notes its calls", scope="step", lossless=True, slot="attention")
 
     @hookimpl
     def attention_backend(self, layout):
@@ -171,7 +171,7 @@ class RecorderAttention(_Noting):
 class RecorderProducts(_Noting):
     """Core's own matrix products, under another name."""
 
-    info = PluginInfo(name="recorder.products", summary="notes its calls", scope="engine", lossless=True, slot="quantization")
+    info = PluginInfo(name="note_taker.products", summary="notes its calls", scope="engine", lossless=True, slot="quantization")
 
     @hookimpl
     def quantization(self, model):
@@ -199,7 +199,7 @@ class NoModel(SideModel):
 
 
 class RecorderSide(_Noting):
-    info = PluginInfo(name="recorder.side", summary="notes its calls", scope="request", lossless=True, resident=True)
+    info = PluginInfo(name="note_taker.side", summary="notes its calls", scope="request", lossless=True, resident=True)
 
     @hookimpl
     def side_model(self, model, block_size, size_of):

@@ -16,7 +16,7 @@ from tokenbus.core import hooks
 from tokenbus.core.errors import FeatureOffError
 from tokenbus.core.host import HOOK_NAMES
 
-PLUGINS = ("recorder", "recorder.policy", "recorder.attention", "recorder.products", "recorder.side")
+PLUGINS = ("note_taker", "note_taker.policy", "note_taker.attention", "note_taker.products", "note_taker.side")
 ONLY_OVER_HTTP = {"http_routes", "reasoning_parser", "tool_parser"}
 """Covered by tests/api, with a server."""
 
@@ -39,13 +39,13 @@ def noted(tmp_path_factory):
         for index, value in enumerate(("prompt", "yes", "yes")):
             params = SamplingParams(temperature=0.5, seed=1, max_tokens=40, extra={"note": value})
             llm.generate(f"Story {index} begins " * 12, params, use_tqdm=False)
-        llm.switch(recorder=False)
+        llm.switch(note_taker=False)
         again = llm.generate("One two three four", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
-        with pytest.raises(FeatureOffError, match="'recorder', is off"):
+        with pytest.raises(FeatureOffError, match="'note_taker', is off"):
             llm.generate("x", SamplingParams(max_tokens=1, extra={"note": "yes"}), use_tqdm=False)
         assert plain.outputs[0].token_ids == again.outputs[0].token_ids
-        assert "recorder" in plain.features
-        assert "recorder" not in again.features
+        assert "note_taker" in plain.features
+        assert "note_taker" not in again.features
     return before, path.read_text(encoding="utf-8").splitlines()
 
 
