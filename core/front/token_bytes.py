@@ -50,7 +50,7 @@ class TokenBytes:
         if token is None:
             return b""
         if self.kind == "byte_level":
-            alphabet = _byte_alphabet()
+            alphabet = byte_alphabet()
             try:
                 return bytes(alphabet[char] for char in token)
             except KeyError:
@@ -79,7 +79,7 @@ def _kind(decoder: dict[str, Any] | None) -> str | None:
 
 
 @cache
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's: printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 onwards, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

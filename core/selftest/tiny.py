@@ -1,9 +1,15 @@
-"""A model small enough to try every combination on."""
+"""A model small enough to try every combination on, with a tokenizer as small."""
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
+
+END = 7
+VOCAB = 256
+_OTHER_BYTES = (*range(0x80, 0xC0), 0xC2, 0xC3, 0xC4, 0xC5, 0xE2, 0xE3, 0xF0, 0xF1)
+"""Bytes beyond ASCII that have a token: those that continue a character, and a few that begin one."""
 
 
 def make_tiny(folder: Path) -> Path:
@@ -14,7 +20,7 @@ def make_tiny(folder: Path) -> Path:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     config = transformers.LlamaConfig(
-        vocab_size=256,
+        vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
@@ -22,7 +28,7 @@ def make_tiny(folder: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=512,
         bos_token_id=None,
-        eos_token_id=7,
+        eos_token_id=END,
         pad_token_id=None,
     )
     with warnings.catch_warnings():
@@ -33,4 +39,27 @@ def make_tiny(folder: Path) -> Path:
             if parameter.dim() > 1:
                 parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
         model.save_pretrained(folder)
+    make_tokenizer(folder / "tokenizer.json")
     return folder
+
+
+def make_tokenizer(path: Path) -> None:
+    """Byte-level BPE: id N is the byte N up to 127, but for the end token; then other bytes, then pairs of characters."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    from ..front.token_bytes import byte_alphabet
+
+    spelled = {byte: char for char, byte in byte_alphabet().items()}
+    vocabulary = {spelled[byte]: byte for byte in range(128) if byte != END} | {"<end>": END}
+    for byte in _OTHER_BYTES:
+        vocabulary[spelled[byte]] = len(vocabulary)
+    letters = [spelled[byte] for byte in b"etaoinsr"]
+    pairs = [(first, second) for first in (*letters[:6], spelled[ord(" ")]) for second in letters]
+    merges = pairs[: VOCAB - len(vocabulary)]
+    vocabulary |= {first + second: len(vocabulary) + index for index, (first, second) in enumerate(merges)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<end>", special=True)])
+    path.write_text(json.dumps(json.loads(tokenizer.to_str())), encoding="utf-8")
