@@ -32,9 +32,10 @@ class AdmittingStand(Stand):
         self.admissions: dict[int, Admission] = {}
         """By the identity of the Ask."""
         super().__init__(config, enable, disable, **options)
-        self.switches: Switches = self.front.start_switches(enable=enable, disable=disable)
+        self._serial = 0
+        self.switches: Switches = self.front.host.start_switches(enable=enable, disable=disable)
         self.bus = Bus()
-        self.front_plugins = FrontPlugins(self.front, FrontContext(bus=self.bus, config=config, info=self._engine_info))
+        self.front_plugins = FrontPlugins(self.front.host, FrontContext(bus=self.bus, config=config, info=self._engine_info))
         self.front_plugins.start(self.switches.on)
 
     def host(self, role: Role, config: Config, plugins: tuple[type[Plugin], ...] = ()) -> PluginHost:
@@ -50,10 +51,10 @@ class AdmittingStand(Stand):
             lossless=told.lossless, lossless_reason=told.lossless_reason,
         )  # fmt: skip
 
-    def _admit(self, ask: Ask, features: tuple[str, ...]) -> AdmittedRequest:
+    def admit(self, ask: Ask, features: tuple[str, ...]) -> AdmittedRequest:
         """Through every check of a real request: implied fields, `check_fields`, `prepare_fields`, switches of its own."""
         self._serial += 1
-        on = frozenset(features).intersection(self.front.catalogue)
+        on = frozenset(features).intersection(self.front.host.catalogue)
         strangers = set(features) - on
         self.front_plugins.prepare(on)
         self.front_plugins.settle(on, on)
@@ -62,7 +63,7 @@ class AdmittingStand(Stand):
         vocabulary = self.runner.vocabulary
         admitter = Admitter(
             self.config,
-            self.front,
+            self.front.host,
             switches=lambda: state,
             info=self._engine_info,
             tokenize=lambda text: vocabulary().tokenize(text),

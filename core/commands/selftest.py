@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 
 from ..config import Config
-from ..selftest.cells import Cell, SelfTest
+from ..selftest.matrix import Cell
+from ..selftest.run import SelfTest
 from ..selftest.stand import Stand
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
     """Exit status 0: all the same, or the model promises no identity here; 1: a difference, or a way of running that did not happen."""
-    stand = Stand(config, config.features.enable, config.features.disable)
+    with Stand(config, config.features.enable, config.features.disable) as stand:
+        return _run(arguments, stand)
+
+
+def _run(arguments: argparse.Namespace, stand: Stand) -> int:
     info = stand.info
     if not arguments.json:
         print(f"{info.model}, {info.dtype}; on: {', '.join(stand.names)}")
@@ -27,21 +31,26 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
         cells.append(cell)
         if not arguments.json:
             verdict = "same" if cell.same else "DIFFERS"
-            print(_line(cell.way, cell.kind, verdict, cell.fired or "DID NOT HAPPEN"), flush=True)
-    failed = [cell for cell in cells if not (cell.passed or (cell.fired and not info.lossless))]
+            print(_line(cell.way, cell.kind, verdict, _shown(cell)), flush=True)
+    failed = [cell for cell in cells if cell.missing or (info.lossless and not cell.same)]
     if arguments.json:
         report = {
             "model": info.model, "dtype": info.dtype, "lossless": info.lossless, "lossless_reason": info.lossless_reason,
-            "features": list(stand.names), "cells": [asdict(cell) | {"passed": cell.passed} for cell in cells],
+            "features": list(stand.names), "cells": [cell.as_dict() for cell in cells],
         }  # fmt: skip
         print(json.dumps(report, indent=2))
     else:
         same = sum(cell.same for cell in cells)
         print(f"\n{same} of {len(cells)} the same, ids and logprobs, bit by bit")
     for cell in failed:
-        print(f"tokenbus: {cell.way}, {cell.kind}: {cell.difference or 'it did not happen'}", file=sys.stderr)
+        problem = cell.difference or f"did not happen: {', '.join(cell.missing)}"
+        print(f"tokenbus: {cell.way}, {cell.kind}: {problem}", file=sys.stderr)
     return 1 if failed else 0
 
 
+def _shown(cell: Cell) -> str:
+    return ", ".join([*cell.fired, *(f"NO {what}" for what in cell.missing)])
+
+
 def _line(way: str, kind: str, verdict: str, fired: str = "") -> str:
-    return f"{way:<24} {kind:<10} {verdict:<8} {fired}".rstrip()
+    return f"{way:<24} {kind:<12} {verdict:<8} {fired}".rstrip()

@@ -65,7 +65,7 @@ class TokenBytes:
         if form is None:
             return token.encode() if added is not None else self._backend.decode([token_id], skip_special_tokens=False).encode()
         if form.kind == "byte_level":
-            alphabet = _byte_alphabet()
+            alphabet = byte_alphabet()
             if added is None and all(char in alphabet for char in token):
                 return bytes(alphabet[char] for char in token)
             return token.encode()
@@ -105,7 +105,7 @@ def _form(decoder: dict[str, Any] | None) -> _Form | None:
 
 
 @cache
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """GPT-2's: printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 onwards, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,6 +1,7 @@
-"""Scheduler and model runner without processes or a loop: a list of requests in, every request's ids and logprobs out, bit by bit.
+"""Scheduler and worker without an engine process or a loop: a list of requests in, every request's ids and logprobs out, bit by bit.
 
-One loaded model serves all runs; each run has a fresh pool, scheduler and K/V cache.
+One loaded model serves all runs; each run has a fresh pool, scheduler and K/V cache. A run's engine may die: its scheduler, pool and
+plugins, and all that the worker knows, are then made anew, and open requests go on from the journal, as in the front.
 """
 
 from __future__ import annotations
@@ -8,41 +9,29 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
-import torch
 
 from ..bus import Bus
 from ..config import Config
-from ..contexts import AdmissionContext, EngineContext, Vocabulary
+from ..contexts import EngineContext, Vocabulary
 from ..errors import PluginError
+from ..front.journal import Journal
 from ..host import PluginHost, Switches, make_host
 from ..kv.pool import BlockPool
-from ..plan import StepInput, StepPlan, TokenLogprobs
+from ..messages import StepOutput
+from ..plan import StepInput, StepPlan, StepResult, TokenLogprobs
 from ..plugin import Plugin, Role
 from ..request import AdmittedRequest
 from ..scheduling.scheduler import Scheduler
 from ..worker.runner import ModelLoader, ModelRunner, load_model
-from ..worker.threads import available_cores
+from .front import Ask, Front, Reader
+from .workers import InProcess, InThread, StandWorker
+
+__all__ = ["Answer", "Ask", "Outcome", "Stand", "StandError"]
 
 MOST_STEPS = 20000
-
-
-@dataclass
-class Ask:
-    """A request, as a client would put it."""
-
-    prompt: list[int]
-    max_tokens: int = 8
-    temperature: float = 0.0
-    seed: int = 0
-    choice: int = 0
-    fields: dict[str, Any] = field(default_factory=dict)
-    at_step: int = 0
-    """It arrives before this step."""
-    without: tuple[str, ...] = ()
-    """Plugins that it has switched off for itself."""
 
 
 @dataclass
@@ -51,11 +40,32 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reason: str = ""
+    text: str = ""
+    """Empty when the model has no tokenizer."""
+    stopped: str | None = None
+    """The stop string that ended it."""
     cached: int = 0
     preemptions: int = 0
+    """As the engine that ended it says."""
+    prompt: list[int] = field(default_factory=list)
+    """As it was admitted."""
+    chunks: int = 0
+    """Steps that ran tokens of its prompt."""
+    mates: int = 0
+    """Others in a step, at most."""
+    accepted: int = 0
+    rejected: int = 0
+    """Drafts."""
+    preempted: int = 0
+    """Times that a plan took its blocks."""
+    resumed: int = 0
+    """Deaths after which it went on with tokens that it had."""
+    tokenized: int = 0
+    """Tokens of its prompt that were made from a text."""
 
     def same(self, other: Answer) -> bool:
-        mine, its = ((a.tokens, a.logprobs, a.prompt_logprobs, a.reason) for a in (self, other))
+        """In all that a client sees."""
+        mine, its = ((a.tokens, a.logprobs, a.prompt_logprobs, a.reason, a.text, a.stopped, a.prompt) for a in (self, other))
         return mine == its
 
 
@@ -67,6 +77,9 @@ class Outcome:
     """Prompt chunks: requests planned with more than one token, or part of their prompt."""
     largest_batch: int = 0
     preempted: int = 0
+    deaths: int = 0
+    worker_pid: int = 0
+    """Of the process that ran the steps."""
     counters: dict[str, float] = field(default_factory=dict)
     """Of all step reports, summed."""
 
@@ -76,7 +89,7 @@ class StandError(RuntimeError):
 
 
 class Stand:
-    """`run` plays a list of requests under given switches and sizes."""
+    """`run` plays a list of requests under given switches and sizes. Close it."""
 
     def __init__(
         self,
@@ -90,21 +103,41 @@ class Stand:
         host_kind: Callable[..., PluginHost] = PluginHost,
     ) -> None:
         """enable, disable: for all runs, beside the plugins that are on by default. plugins: known to all three processes' hosts, beside
-        those installed. loader, vocabulary: as for ModelRunner. host_kind: makes each host. Raises what loading a model raises."""
+        those installed (not to a worker process). loader, vocabulary: as for ModelRunner. host_kind: makes each host. Raises what loading
+        a model raises."""
         self.config = config
         self.enable, self.disable = enable, disable
         self._plugins, self._host_kind = plugins, host_kind
         self.names = self.host("engine", config).start_switches(enable=enable, disable=disable).names()
-        self.runner = ModelRunner(config, self.names, self.host("worker", config), loader=loader, vocabulary=vocabulary)
-        self.info = self.runner.load()
+
+        def make_runner() -> ModelRunner:
+            return ModelRunner(config, self.names, self.host("worker", config), loader=loader, vocabulary=vocabulary)
+
+        self._thread = InThread(make_runner)
+        self._process = InProcess(config, self.names)
+        self.info = self._thread.info
         self.max_model_len = min(self.info.max_model_len, config.model.max_model_len or self.info.max_model_len)
-        self.front = self.host("front", config)
-        self.front.load(frozenset(self.names))
-        self._serial = 0
+        self.front = Front(config, self.names, self.info, self.max_model_len, self.host("front", config))
 
     def host(self, role: Role, config: Config, plugins: tuple[type[Plugin], ...] = ()) -> PluginHost:
         """A new one, which knows all plugins, and these."""
         return make_host(role, config, (*self._plugins, *plugins), self._host_kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.front.close()
+        self._process.close()
+        self._thread.close()
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The one of runs without a worker process."""
+        return self._thread.runner
 
     def run(
         self,
@@ -120,156 +153,224 @@ class Stand:
         plugins: tuple[type[Plugin], ...] = (),
         settings: dict[str, Any] | None = None,
         changes: Mapping[int, Mapping[str, bool]] | None = None,
+        process: bool = False,
     ) -> Outcome:
         """on, off: engine plugins that are switched for this run; `plugins` are known to it besides those installed, in the engine only.
         chunk: prompt tokens a step, fixed. threads: None: as many as there are cores. changes: live switches by the number of steps
-        before them. Raises StandError, RuntimeError."""
-        _set_threads(threads or available_cores())
+        before them. process: in the worker process. Raises StandError, RuntimeError."""
         given = dict(self.config.plugins) | (settings or {})
         if chunk is not None:
             given["chunked_prefill"] = {"mode": "fixed", "chunk_size": chunk}
         cache = msgspec.structs.replace(self.config.cache, num_blocks=blocks)
         limits = msgspec.structs.replace(self.config.scheduler, token_budget=token_budget, max_running=max_running)
         config = msgspec.structs.replace(self.config, cache=cache, scheduler=limits, plugins=given)
-        host = self.host("engine", config, plugins)
+        worker = self._process if process else self._thread
+        worker.begin(blocks, threads)
         enabled = (*(name for name in self.enable if name not in off), *on)
-        switches = host.start_switches(enable=enabled, disable=(*self.disable, *off))
-        pool = BlockPool(blocks, config.cache.block_size)
-        context = EngineContext(bus=Bus(), config=config, pool=pool)
-        _start(host, switches, context)
-        failures: list[tuple[str, PluginError]] = []
-        scheduler = Scheduler(
-            config,
-            max_model_len=self.max_model_len,
-            eos_token_ids=frozenset(self.info.eos_token_ids),
-            pool=pool,
-            host=host,
-            switches=switches,
-            on_plugin_failure=lambda name, error: failures.append((name, error)),
-        )
-        self.runner.allocate(blocks)
-        strangers = frozenset(plugin.info.name for plugin in plugins)
-
-        def switch(now: Switches, wishes: Mapping[str, bool]) -> Switches:
-            changed = host.change_switches(now, wishes)
-            _start(host, changed, context)
-            scheduler.apply_switches(changed)
-            return changed
-
+        run = _Run(self, config, worker, enabled, (*self.disable, *off), plugins)
         try:
-            outcome = self._play(scheduler, asks, switches, strangers, switch, changes or {})
+            return run.play(asks, changes or {})
         finally:
             if changes:
-                self.runner.plugins.switch(self.names)
-        scheduler.check_integrity()
-        if failures:
-            raise failures[0][1]
-        if pool.num_available != blocks:
-            raise StandError(f"{blocks - pool.num_available} blocks were lost")
-        return outcome
+                worker.restore()
 
-    def _play(
+    def admit(self, ask: Ask, features: tuple[str, ...]) -> AdmittedRequest:
+        return self.front.admit(ask, features)
+
+
+class _Engine:
+    """What dies with an engine process."""
+
+    def __init__(self, host: PluginHost, switches: Switches, stand: Stand, config: Config) -> None:
+        self._host = host
+        self.pool = BlockPool(config.cache.num_blocks or 0, config.cache.block_size)
+        self.failures: list[PluginError] = []
+        self._context = EngineContext(bus=Bus(), config=config, pool=self.pool)
+        self._start(switches)
+        self.scheduler = Scheduler(
+            config,
+            max_model_len=stand.max_model_len,
+            eos_token_ids=frozenset(stand.info.eos_token_ids),
+            pool=self.pool,
+            host=host,
+            switches=switches,
+            on_plugin_failure=lambda _, error: self.failures.append(error),
+        )
+
+    def _start(self, switches: Switches) -> None:
+        """Load what is on and not loaded yet, and tell it."""
+        for name in self._host.load(switches.on):
+            for impl in self._host.table(frozenset({name})).engine_started:
+                impl(engine=self._context)
+
+    def switch(self, wishes: Mapping[str, bool]) -> Switches:
+        changed = self._host.change_switches(self.scheduler.switches, wishes)
+        self._start(changed)
+        self.scheduler.apply_switches(changed)
+        return changed
+
+
+class _Run:
+    """One run: the front's side of it, and the engine it has at the moment."""
+
+    def __init__(
         self,
-        scheduler: Scheduler,
-        asks: list[Ask],
-        switches: Switches,
-        strangers: frozenset[str],
-        switch: Callable[[Switches, Mapping[str, bool]], Switches],
-        changes: Mapping[int, Mapping[str, bool]],
-    ) -> Outcome:
-        """strangers: plugins that the worker does not know."""
-        ids: dict[str, int] = {}
+        stand: Stand,
+        config: Config,
+        worker: StandWorker,
+        enable: tuple[str, ...],
+        disable: tuple[str, ...],
+        plugins: tuple[type[Plugin], ...],
+    ) -> None:
+        self._stand, self._config, self._worker = stand, config, worker
+        self._enable, self._disable, self._plugins = enable, disable, plugins
+        self._strangers = frozenset(plugin.info.name for plugin in plugins)
+        self._engine, self._switches = self._start()
+        self._journal = Journal()
+        self._asks: dict[str, Ask] = {}
+        self._answers: dict[str, Answer] = {}
+        self._readers: dict[str, Reader | None] = {}
+        self._outcome = Outcome([])
+
+    def _start(self) -> tuple[_Engine, Switches]:
+        host = self._stand.host("engine", self._config, self._plugins)
+        switches = host.start_switches(enable=self._enable, disable=self._disable)
+        return _Engine(host, switches, self._stand, self._config), switches
+
+    def play(self, asks: list[Ask], changes: Mapping[int, Mapping[str, bool]]) -> Outcome:
+        outcome = self._outcome
+        outcome.answers = [Answer() for _ in asks]
+        outcome.worker_pid = self._worker.pid
         waiting = list(enumerate(asks))
-        outcome = Outcome([Answer() for _ in asks])
-        while waiting or scheduler.has_work():
+        while waiting or len(self._journal):
             if outcome.steps in changes:
-                switches = switch(switches, changes[outcome.steps])
-            for index, ask in [one for one in waiting if one[1].at_step <= outcome.steps]:
+                self._switches = self._engine.switch(changes[outcome.steps])
+            ended = not len(self._journal) and all(ask.afterwards for _, ask in waiting)
+            for index, ask in [one for one in waiting if ended or one[1].arrived(outcome.steps)]:
                 waiting.remove((index, ask))
-                admitted = self._admit(ask, switches.names())
-                ids[admitted.request_id] = index
-                scheduler.add(admitted, time.time())
-            planned = scheduler.schedule(time.time())
+                self._take_in(ask, outcome.answers[index])
             outcome.steps += 1
             if outcome.steps > MOST_STEPS:
                 raise StandError(f"no end after {MOST_STEPS} steps")
-            if planned is None:
-                output = scheduler.flush(time.time())
-                if scheduler.has_work() and output is None:
-                    raise StandError("there is work, but an empty plan")
-            else:
-                self._count(outcome, planned[0], scheduler)
-                output = scheduler.update(planned[0], self.runner.run(_known(planned[1], strangers)), time.time(), 0.01)
-            if output is None:
-                continue
-            for name, count in (output.report.counters if output.report else {}).items():
-                outcome.counters[name] = outcome.counters.get(name, 0) + count
-            for request_id, tokens in output.tokens.items():
-                outcome.answers[ids[request_id]].tokens += tokens
-            for request_id, entries in output.logprobs.items():
-                outcome.answers[ids[request_id]].logprobs += entries
-            for request_id, entries in output.prompt_logprobs.items():
-                outcome.answers[ids[request_id]].prompt_logprobs += entries
-            for request_id, finish in output.finished.items():
-                answer = outcome.answers[ids[request_id]]
-                if answer.reason:
-                    raise StandError(f"request {ids[request_id]} ended twice")
-                if finish.error is not None:
-                    raise StandError(f"request {ids[request_id]} ended with an error: {finish.error.message}")
-                answer.reason, answer.cached, answer.preemptions = finish.reason, finish.cached_tokens, finish.preemptions
-        if not all(answer.reason for answer in outcome.answers):
-            raise StandError("a request never ended")
+            self._step()
+        engine = self._engine
+        engine.scheduler.check_integrity()
+        if engine.failures:
+            raise engine.failures[0]
+        if engine.pool.num_available != engine.pool.num_blocks:
+            raise StandError(f"{engine.pool.num_blocks - engine.pool.num_available} blocks were lost")
         return outcome
 
-    @staticmethod
-    def _count(outcome: Outcome, plan: StepPlan, scheduler: Scheduler) -> None:
+    def _take_in(self, ask: Ask, answer: Answer) -> None:
+        admitted = self._stand.admit(ask, self._switches.names())
+        request_id = admitted.request_id
+        answer.prompt, answer.tokenized = admitted.prompt, 0 if ask.text is None else len(admitted.prompt)
+        self._asks[request_id], self._answers[request_id] = ask, answer
+        self._readers[request_id] = self._stand.front.reader(admitted)
+        self._journal.admit([admitted])
+        self._hand_over(request_id)
+
+    def _hand_over(self, request_id: str) -> None:
+        entry = self._journal.get(request_id)
+        assert entry is not None
+        self._engine.scheduler.add(entry.as_sent(), time.time())
+        entry.begun = True
+
+    def _step(self) -> None:
+        scheduler = self._engine.scheduler
+        planned = scheduler.schedule(time.time())
+        if planned is None:
+            output = scheduler.flush(time.time())
+            if output is None and scheduler.has_work():
+                raise StandError("there is work, but an empty plan")
+        else:
+            plan, order = planned
+            self._count(plan)
+            result = self._worker.execute(_known(order, self._strangers))
+            if self._fatal():
+                self._die()
+                return
+            self._count_drafts(order, result)
+            output = scheduler.update(plan, result, time.time(), 0.01)
+        if output is not None:
+            self._emit(output)
+
+    def _fatal(self) -> bool:
+        return any(
+            0 < self._asks[entry.admitted.request_id].fatal_at <= len(entry.tokens)
+            and not self._answers[entry.admitted.request_id].resumed
+            for entry in self._journal
+        )
+
+    def _die(self) -> None:
+        """The step's result is lost; what was emitted before is not."""
+        self._outcome.deaths += 1
+        self._engine, _ = self._start()
+        self._worker.die(self._config.cache.num_blocks or 0)
+        for entry in self._journal:
+            request_id = entry.admitted.request_id
+            if self._answers[request_id].stopped is not None:
+                self._end(request_id, "stop", entry.cached_tokens or 0, entry.preemptions)
+                continue
+            self._answers[request_id].resumed += bool(entry.tokens)
+            self._hand_over(request_id)
+
+    def _emit(self, output: StepOutput) -> None:
+        for name, count in (output.report.counters if output.report else {}).items():
+            self._outcome.counters[name] = self._outcome.counters.get(name, 0) + count
+        for request_id, entries in output.prompt_logprobs.items():
+            self._answers[request_id].prompt_logprobs += entries
+            self._journal.emit(request_id, (), len(entries))
+        for request_id, tokens in output.tokens.items():
+            answer, reader = self._answers[request_id], self._readers[request_id]
+            if answer.stopped is not None:
+                continue
+            used = len(tokens) if reader is None else reader.feed(tokens)
+            answer.tokens += tokens[:used]
+            answer.logprobs += output.logprobs.get(request_id, ())[:used]
+            self._journal.emit(request_id, tokens)
+            if reader is not None and reader.stopped is not None:
+                answer.stopped = reader.stopped
+                self._engine.scheduler.cancel(request_id, "stop", time.time())
+        for request_id, finish in output.finished.items():
+            if finish.error is not None:
+                raise StandError(f"request {request_id} ended with an error: {finish.error.message}")
+            self._end(request_id, finish.reason, finish.cached_tokens, finish.preemptions)
+
+    def _end(self, request_id: str, reason: str, cached: int, preemptions: int) -> None:
+        if self._journal.end(request_id) is None:
+            raise StandError(f"request {request_id} ended twice")
+        answer, reader = self._answers[request_id], self._readers[request_id]
+        answer.reason, answer.cached, answer.preemptions = reason, cached, preemptions
+        if reader is not None:
+            reader.end()
+            answer.text, answer.stopped = reader.text, reader.stopped
+            answer.reason = "stop" if reader.stopped is not None else reason
+
+    def _count(self, plan: StepPlan) -> None:
+        outcome, requests = self._outcome, self._engine.scheduler.requests
         outcome.preempted += len(plan.preempted)
         outcome.largest_batch = max(outcome.largest_batch, len(plan.num_tokens))
-        requests = scheduler.requests
-        outcome.chunks += sum(
-            n > 1 or requests[name].computed + n < len(requests[name].tokens) for name, n in plan.num_tokens.items()
-        )
+        for request_id in plan.preempted:
+            self._answers[request_id].preempted += 1
+        for request_id, count in plan.num_tokens.items():
+            request, answer = requests[request_id], self._answers[request_id]
+            outcome.chunks += count > 1 or request.computed + count < len(request.tokens)
+            answer.chunks += request.computed < request.num_prompt and not answer.tokens
+            answer.mates = max(answer.mates, len(plan.num_tokens) - 1)
+            entry = self._journal.get(request_id)
+            if entry is not None and entry.cached_tokens is None:
+                entry.cached_tokens = request.cached_tokens or 0
 
-    def _admit(self, ask: Ask, features: tuple[str, ...]) -> AdmittedRequest:
-        self._serial += 1
-        features = tuple(name for name in features if name not in ask.without)
-        fields = dict(ask.fields)
-        context = AdmissionContext(
-            prompt_len=len(ask.prompt),
-            max_tokens=ask.max_tokens,
-            vocab_size=self.info.vocab_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.info.eos_token_ids,
-            temperature=ask.temperature,
-            limits=self.config.limits,
-            tokenize=lambda text: [1 + len(text)],
-        )
-        for impl in self.front.table(frozenset(self.front.loaded.keys() & set(features)), fields).check_fields:
-            mine = {name: value for name, value in fields.items() if name in impl.info.claims}
-            instead = impl(fields=mine, request=context)
-            if instead is not None:
-                fields = {name: value for name, value in fields.items() if name not in mine} | instead
-        return AdmittedRequest(
-            request_id=f"r{self._serial}",
-            prompt=ask.prompt,
-            max_tokens=ask.max_tokens,
-            temperature=ask.temperature,
-            seed=ask.seed,
-            choice=ask.choice,
-            fields=fields,
-            features=features,
-            arrival=float(self._serial),
-        )
-
-
-def _start(host: PluginHost, switches: Switches, context: EngineContext) -> None:
-    """Load what is on and not loaded yet, and tell it."""
-    for name in host.load(switches.on):
-        for impl in host.table(frozenset({name})).engine_started:
-            impl(engine=context)
+    def _count_drafts(self, order: StepInput, result: StepResult) -> None:
+        for request_id, drafts in order.drafts.items():
+            accepted = max(0, len(result.sampled.get(request_id, ())) - 1)
+            self._answers[request_id].accepted += accepted
+            self._answers[request_id].rejected += len(drafts) - accepted
 
 
 def _known(order: StepInput, strangers: frozenset[str]) -> StepInput:
+    """The order without plugins that the worker does not know."""
     if not strangers:
         return order
     new = [
@@ -278,11 +379,3 @@ def _known(order: StepInput, strangers: frozenset[str]) -> StepInput:
     ]
     told = None if order.features is None else tuple(name for name in order.features if name not in strangers)
     return msgspec.structs.replace(order, new=new, features=told)
-
-
-def _set_threads(count: int) -> None:
-    from ...kernels.cpu import lib
-
-    torch.set_num_threads(count)
-    if lib.load():
-        lib.set_threads(count)

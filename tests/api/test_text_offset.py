@@ -10,7 +10,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tokenbus.core.api.logprobs import prompt_offsets
 from tokenbus.core.front.detokenizer import decode_all
-from tokenbus.core.front.token_bytes import _byte_alphabet
+from tokenbus.core.front.token_bytes import byte_alphabet
 from tokenbus.core.front.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -82,7 +82,7 @@ async def test_a_character_that_is_cut_off(api):
 
 def test_a_tokenizer_that_changes_texts():
     """Lower case and NFC: the tokens don't spell the text, so the tokenizer's own offsets count."""
-    chars = {byte: char for char, byte in _byte_alphabet().items()}
+    chars = {byte: char for char, byte in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab={chars[byte]: byte for byte in range(256)}, merges=[]))
     backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

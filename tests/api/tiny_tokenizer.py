@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from tokenbus.core.front.token_bytes import _byte_alphabet
+from tokenbus.core.front.token_bytes import byte_alphabet
 from tokenbus.core.front.tokenizer import Tokenizer
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -16,7 +16,7 @@ TEMPLATE = (
 
 
 def tiny_tokenizer(*, adds_bos: bool = False, special: tuple[str, ...] = ()) -> Tokenizer:
-    chars = {byte: char for char, byte in _byte_alphabet().items()}
+    chars = {byte: char for char, byte in byte_alphabet().items()}
     vocab = {chars[byte]: byte for byte in range(256)} | {"th": 256, "the": 257}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h"), ("th", "e")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

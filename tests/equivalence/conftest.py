@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ def kernels(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_stand(tiny_path: str, kernels: Any) -> Stand:
-    return Stand(tiny_path, kernels)
+def tiny_stand(tiny_path: str, kernels: Any) -> Iterator[Stand]:
+    with Stand(tiny_path, kernels) as stand:
+        yield stand
 
 
 @pytest.fixture(scope="session")
@@ -33,5 +35,6 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def demo_stand(kernels: Any) -> Stand:
-    return Stand("demo", kernels)
+def demo_stand(kernels: Any) -> Iterator[Stand]:
+    with Stand("demo", kernels) as stand:
+        yield stand

@@ -20,10 +20,11 @@ class Stand(stand.Stand):
         kernels: Literal["cpu", "torch"],
         enable: tuple[str, ...] = (),
         dtype: Literal["float32", "bfloat16"] = "float32",
+        block_size: int = BLOCK,
     ) -> None:
         config = Config(
             model=ModelConfig(model=model, dtype=dtype, max_model_len=512, kernels=kernels),
-            cache=CacheConfig(block_size=BLOCK),
+            cache=CacheConfig(block_size=block_size),
         )
         super().__init__(config, (f"attention.{kernels}", *enable))
         assert self.info.lossless, self.info.lossless_reason

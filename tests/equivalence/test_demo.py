@@ -7,6 +7,7 @@ import random
 import pytest
 from equivalence_stand import Ask
 
+pytestmark = pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.long)], indirect=True)
 OFF = ("chunked_prefill", "prefix_cache")
 
 

@@ -17,7 +17,10 @@ from tokenbus.core.front.client import EngineClient, TokenStream
 from tokenbus.core.host import make_host
 from tokenbus.core.messages import Finish
 
-pytestmark = pytest.mark.anyio
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.long)], indirect=True),
+]
 
 SPEED = ("chunked_prefill", "prefix_cache")
 PINS: list[dict[str, bool]] = [
@@ -56,7 +59,7 @@ async def test_pins_and_live_switches_change_no_answer(tiny_stand: Stand):
                 "max_model_len": 512,
                 "threads": 2,
             },
-            "cache": {"num_blocks": 44, "block_size": 16},
+            "cache": {"num_blocks": 32, "block_size": 16},
             "scheduler": {"token_budget": 48},
             "plugins": {"chunked_prefill": {"mode": "fixed", "chunk_size": 13}},
         },
@@ -93,7 +96,7 @@ async def test_pins_and_live_switches_change_no_answer(tiny_stand: Stand):
                 await client.set_features(change, "test")
         stats = await client.query("stats")
         assert (await client.query("integrity"))["ok"]
-        assert (stats["open"], stats["free_blocks"], set(stats["on"])) == (0, 44, client.switches.on)
+        assert (stats["open"], stats["free_blocks"], set(stats["on"])) == (0, 32, client.switches.on)
         assert set(stats["loaded"]) == set(client.host.loaded) == client.switches.on
         await client.close()
 
@@ -118,4 +121,4 @@ def admit(stand: Stand, client: EngineClient, ask: Ask, pins: dict[str, bool]) -
     pins = {name: True for name in SPEED if name in on} if "keep" in pins else pins
     features = tuple(sorted(on - {name for name, wish in pins.items() if not wish}))
     fields = ask.fields if "sampling.logprobs" in on else {name: v for name, v in ask.fields.items() if name != "logprobs"}
-    return msgspec.structs.replace(stand._admit(replace(ask, fields=fields), features), pinned=pins)
+    return msgspec.structs.replace(stand.admit(replace(ask, fields=fields), features), pinned=pins)

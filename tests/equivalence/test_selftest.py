@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tokenbus.core import cli, rng
-from tokenbus.core.selftest.cells import KINDS
+from tokenbus.core.selftest.run import KINDS
 from tokenbus.core.worker import batch
 
 
@@ -16,6 +16,7 @@ def selftest(capsys, model: str, *flags: str):
     return status, capsys.readouterr()
 
 
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.long)], indirect=True)
 def test_every_way_fires_and_changes_nothing(tiny_path, kernels, capsys):
     status, shown = selftest(
         capsys, tiny_path, "--json", "--kernels", kernels, *(["--enable", "attention.torch"] if kernels == "torch" else [])
@@ -24,9 +25,13 @@ def test_every_way_fires_and_changes_nothing(tiny_path, kernels, capsys):
     assert status == 0, shown.err
     assert report["lossless"]
     ways = {cell["way"] for cell in report["cells"]}
-    assert {"batch mates", "chunks of 1", "prefix cache", "preemption", "drafts, right and wrong", "all at once"} <= ways
+    assert ways == {
+        "batch mates", "chunks of 1", "chunks of 7", "prefix cache", "preemption", "drafts, right and wrong", "engine restart",
+        "prompts as text", "all at once",
+    }  # fmt: skip
     assert len(report["cells"]) == len(ways) * len(KINDS)
-    assert all(cell["same"] and cell["fired"] for cell in report["cells"])
+    assert {cell["kind"] for cell in report["cells"]} == set(KINDS)
+    assert all(cell["same"] and cell["fired"] and not cell["missing"] for cell in report["cells"])
 
 
 def test_a_broken_promise_is_found_and_named(tiny_path, capsys, monkeypatch):
@@ -65,4 +70,4 @@ def test_what_is_off_is_left_out(tiny_path, capsys, flag):
     status, shown = selftest(capsys, tiny_path, flag)
     assert status == 0, shown.err
     assert ("chunks of" in shown.out) == ("penalties" in flag)
-    assert ("penalties  same" in shown.out) == ("chunked" in flag)
+    assert ("penalties    same" in shown.out) == ("chunked" in flag)

@@ -8,7 +8,7 @@ import pytest
 from equivalence_stand import Ask
 from test_switches import KINDS, OFF, prompts, same
 
-from tokenbus.core.selftest.cells import Oracle
+from tokenbus.core.selftest.ways import Oracle
 
 LENGTHS = (1, 15, 16, 31, 70)
 
@@ -120,6 +120,7 @@ def test_what_others_wrote_is_used_if_allowed(tiny_stand):
     assert accepted[1] > 20
 
 
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("torch", marks=pytest.mark.long)], indirect=True)
 def test_the_demo_model_copies(demo_stand):
     """Real text that repeats itself, real logits: most drafts of `ngram` are right, and sampling is seeded."""
     draw = random.Random(2)

@@ -198,7 +198,7 @@ def test_layers_are_not_shared_between_models(tiny):
     assert dataclasses.asdict(engines["llama"].model.config)["hidden_size"] == 64
 
 
-@pytest.mark.parametrize("name", ["avx2", "avx512bf16", "amx"])
+@pytest.mark.parametrize("name", [pytest.param("avx2", marks=pytest.mark.long), "avx512bf16", "amx"])
 def test_the_demo_model_in_chunks_of_every_kind(name, library, threads):
     """bfloat16, real sizes: a prompt of 512 tokens at once, and in pieces around the kernels' own sizes."""
     if name not in lib.available_isas():

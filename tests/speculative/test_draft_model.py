@@ -225,3 +225,18 @@ def test_it_can_be_switched_live_only_if_it_was_on_at_start():
     switches = on.change_switches(on.start_switches((NAME,)), {NAME: False})
     assert NAME not in switches.on
     assert NAME in on.change_switches(switches, {NAME: True}).on
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_an_engine_that_dies_and_a_worker_of_its_own(tiny, tmp_path, process):
+    """What the draft model knew is gone, and is computed again; its drafts go on being right, mostly."""
+    stand = make_stand(tiny, truncate(str(tiny), None, tmp_path, noise=0.01))
+    some = [replace(ask, fatal_at=9 * (index == 2)) for index, ask in enumerate(asks((9, 31, 40)))]
+    with stand:
+        truth = alone(stand, [replace(ask, fatal_at=0) for ask in some])
+        outcome = stand.run(some, process=process, chunk=11)
+        assert outcome.deaths == 1
+        assert sum(answer.resumed for answer in outcome.answers) > 0
+        proposed, accepted = counts(outcome)
+        assert 0 < accepted < proposed
+        same(outcome, truth)
