@@ -14,6 +14,7 @@ from ..front.service import Service
 from ..params import check_switches
 from ..plugin import Slot
 from .app import Call, Endpoint, Routes, error_response, json_response
+from .events import add_event_routes
 from .generate import chat, chat_options, check_model, completions
 from .logprobs import name_of
 from .wire import DetokenizeBody, FeaturesBody, TokenizeBody, convert, decode_object
@@ -48,6 +49,7 @@ def add_routes(routes: Routes) -> None:
     routes.add("POST", "/v1/chat/completions", Endpoint(chat, generates="chat"))
     routes.add("GET", "/v1/models", Endpoint(models))
     routes.add("GET", "/v1/models/*", Endpoint(model))
+    add_event_routes(routes)
     routes.add("POST", "/tokenize", Endpoint(tokenize))
     routes.add("POST", "/detokenize", Endpoint(detokenize))
     routes.add("GET", "/health", Endpoint(health, "open"))

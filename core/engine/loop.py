@@ -55,6 +55,7 @@ from ..plan import StepInput, StepPlan
 from ..scheduling.scheduler import Scheduler
 from ..worker.base import Worker
 from .switchboard import Switchboard
+from .watch import StepWatch
 
 log = structlog.get_logger(__name__)
 
@@ -96,6 +97,7 @@ class EngineCore:
         )
         self._host = host
         self._worker = worker
+        self._watch = StepWatch(bus, self.scheduler)
         self._channel = channel
         self._mailbox: Mailbox[FrontMessage] = Mailbox(MAILBOX)
         self._plans: deque[StepPlan] = deque(maxlen=config.scheduler.plan_history)
@@ -251,7 +253,9 @@ class EngineCore:
                 return self._integrity()
             case "stats":
                 return self._stats()
-        raise NotFoundError(f"the engine can't be asked for {what!r}; it answers: plans, integrity, stats")
+            case "watch":
+                return self._watch.look(slow=args.get("slow") is True)
+        raise NotFoundError(f"the engine can't be asked for {what!r}; it answers: plans, integrity, stats, watch")
 
     def _integrity(self) -> dict[str, Any]:
         try:
