@@ -47,6 +47,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _serve(_command(commands, "serve", "answer HTTP requests with a model (OpenAI's API)"))
+    _watcher(_command(commands, "top", "show what a running server does, in the terminal")).add_argument(
+        "--once", action="store_true", help="one look, as plain text; so it is too when standard output is no terminal"
+    )
+    _doctor(_watcher(_command(commands, "doctor", "check a running server and say what is out of its healthy range")))
     _plugins(_command(commands, "plugins", "list every plugin: on, off, and why"))
     _new_plugin(_command(commands, "new-plugin", "write the skeleton of a plugin package, with a test"))
     _plan_memory(_command(commands, "plan-memory", "say what a model needs in memory, without loading its weights"))
@@ -68,6 +72,28 @@ def _command(commands: argparse._SubParsersAction[argparse.ArgumentParser], name
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
+
+
+def _watcher(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--url", metavar="URL", help="the server (default: by host and port of the settings)")
+    parser.add_argument("--config", metavar="FILE", help="the server's settings: host, port, admin key")
+    for flag in ("host", "port", "admin-key"):
+        dest = f"server.{flag.replace('-', '_')}"
+        parser.add_argument(f"--{flag}", dest=dest, metavar=flag.upper().replace("-", "_"), help=f"over the settings' {flag}")
+    parser.set_defaults(switches={}, plugin_setting=[])
+    return parser
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=_seconds, default=3.0, metavar="S", help="how long to watch (default: 3)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError("must be between 0.1 and 3600")
+    return value
 
 
 def _plugins(parser: argparse.ArgumentParser) -> None:

@@ -18,12 +18,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An HTTP route of a plugin. `admin` routes need the admin key (or loopback without one)."""
+    """An HTTP route of a plugin. `admin` routes need the admin key (or loopback without one).
+
+    page: the frame of a page for whoever may use admin routes. A browser can't send a key with a navigation, so where there is an admin
+    key anybody gets it: it must hold nothing that is secret, and ask for the key itself. Without one it is as `admin`.
+    """
 
     method: str
     path: str
     handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     admin: bool = False
+    page: bool = False
 
 
 @dataclass(frozen=True, slots=True)

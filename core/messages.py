@@ -59,7 +59,8 @@ class SetSettings(msgspec.Struct, frozen=True, tag=True):
 
 
 class Query(msgspec.Struct, frozen=True, tag=True):
-    """Ask the engine something; answered by a Reply. what: "plans" (args: last), "integrity", "stats"."""
+    """Ask the engine something; answered by a Reply. what: "plans" (args: last), "integrity", "stats", "watch" (args:
+    slow)."""
 
     call_id: int
     what: str
@@ -223,3 +224,71 @@ class PlansReply(msgspec.Struct, frozen=True):
     """Value of the reply to Query("plans")."""
 
     plans: list[StepPlan]
+
+
+class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step, request by request; requests are places in `WatchReply.ids`."""
+
+    step_id: int
+    started: float
+    """Unix seconds."""
+    duration: float
+    """Seconds from plan to result."""
+    prefill: dict[int, int]
+    """Prompt tokens run, also when they are run anew after a preemption."""
+    verify: dict[int, tuple[int, int]]
+    """Drafts proposed, and how many of them were accepted."""
+    decode: list[int] | None
+    """Those that ran one token and no drafts; None: the same as in the step before."""
+    num_decodes: int
+    prompt_tokens: int
+    draft_tokens: int
+    sampled: int
+    """New tokens."""
+    preempted: list[int]
+    budget: int
+    running: int
+    waiting: int
+    phases: dict[str, float]
+    bytes_moved: int
+    flops: int
+
+
+class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An open request. On the wire, and for viewers, a list in this order."""
+
+    request_id: str
+    running: bool
+    prompt: int
+    """Tokens, as the counts below."""
+    computed: int
+    output: int
+    max_output: int
+    arrival: float
+    """Unix seconds."""
+    blocks: int
+    cached: int
+    preemptions: int
+    arm: str
+
+
+class WatchReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Value of the reply to Query("watch"): steps since the last one, and how things stand (engine/watch.py)."""
+
+    steps: list[WatchedStep]
+    lost: int
+    """Steps since the last look that there was no room for."""
+    ids: list[str]
+    open: int
+    running: int
+    waiting: int
+    free_blocks: int
+    """Neither used nor retained."""
+    retained_blocks: int
+    num_blocks: int
+    allocation_failures: int
+    """Since the engine began."""
+    requests: list[WatchedRequest] | None
+    """Open ones, those that run first; as many as fit. None when they were not asked for, as with `blocks`."""
+    blocks: list[tuple[int, int, int]] | None
+    """The pool in parts, in order of block ids: blocks used, retained and free in each."""

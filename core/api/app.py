@@ -33,7 +33,7 @@ from .auth import Gate
 
 log = structlog.get_logger(__name__)
 
-Access = Literal["open", "client", "admin"]
+Access = Literal["open", "client", "admin", "page"]
 Handler = Callable[["Call"], Awaitable[web.StreamResponse]]
 
 SERVICE = web.AppKey("service", Service)
@@ -134,7 +134,7 @@ def _table(given: Iterable[Sequence[Route]]) -> dict[str, dict[str, Endpoint]]:
     table: dict[str, dict[str, Endpoint]] = {}
     for routes in given:
         for route in routes:
-            access: Access = "admin" if route.admin else "client"
+            access: Access = "admin" if route.admin else "page" if route.page else "client"
             table.setdefault(route.path, {})[route.method] = Endpoint(_plain(route.handler), access)
     return table
 
@@ -215,6 +215,8 @@ async def _answer(call: Call, routes: Routes, gate: Gate) -> web.StreamResponse:
     call.generates = endpoint.generates
     if endpoint.access == "admin":
         call.who = gate.admin(request)
+    elif endpoint.access == "page":
+        gate.page(request)
     elif endpoint.access == "client":
         call.who = gate.client(request)
     if (length := request.content_length) and length > call.service.config.limits.max_body_bytes:

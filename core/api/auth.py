@@ -67,6 +67,11 @@ class Gate:
             raise NotAllowedError(f"requests from pages of {shorten(origin)!r} are not allowed")
         return f"loopback {request.remote}"
 
+    def page(self, request: web.Request) -> None:
+        """For the frame of an admin page (`contexts.Route`). Raises NotAllowedError."""
+        if not self._admin:
+            self.admin(request)
+
 
 def _digest(key: str) -> bytes:
     """Of any text: bytes that are no UTF-8 reach us, from headers and from the command line, as lone surrogates."""

@@ -11,6 +11,7 @@ from ..errors import FieldError, NotFoundError, UnavailableError, shorten
 from ..front.detokenizer import decode_all
 from ..front.service import Service
 from .app import Call, Endpoint, Routes, error_response, json_response
+from .events import add_event_routes
 from .generate import chat, chat_options, check_model, completions
 from .logprobs import name_of
 from .wire import DetokenizeBody, TokenizeBody, convert, decode_object
@@ -35,6 +36,7 @@ def add_routes(routes: Routes) -> None:
     routes.add("POST", "/v1/chat/completions", Endpoint(chat, generates="chat"))
     routes.add("GET", "/v1/models", Endpoint(models))
     routes.add("GET", "/v1/models/*", Endpoint(model))
+    add_event_routes(routes)
     routes.add("POST", "/tokenize", Endpoint(tokenize))
     routes.add("POST", "/detokenize", Endpoint(detokenize))
     routes.add("GET", "/health", Endpoint(health, "open"))

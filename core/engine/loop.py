@@ -59,6 +59,7 @@ from ..request import AdmittedRequest
 from ..scheduling.scheduler import Scheduler
 from ..worker.base import Worker
 from .switchboard import Switchboard
+from .watch import StepWatch
 
 log = structlog.get_logger(__name__)
 
@@ -106,6 +107,7 @@ class EngineCore:
         self._ready = True
         self._host = host
         self._worker = worker
+        self._watch = StepWatch(bus, self.scheduler)
         self._channel = channel
         self._mailbox: Mailbox[FrontMessage] = Mailbox(MAILBOX)
         self._plans: deque[StepPlan] = deque(maxlen=config.scheduler.plan_history)
@@ -306,7 +308,9 @@ class EngineCore:
                 return self._integrity()
             case "stats":
                 return self._stats()
-        raise NotFoundError(f"the engine can't be asked for {what!r}; it answers: plans, integrity, stats")
+            case "watch":
+                return self._watch.look(slow=args.get("slow") is True)
+        raise NotFoundError(f"the engine can't be asked for {what!r}; it answers: plans, integrity, stats, watch")
 
     def _integrity(self) -> dict[str, Any]:
         try:

@@ -18,6 +18,7 @@ from .audit import AuditTrail
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_template
 from .client import EngineClient
 from .events import RequestAdmitted
+from .feed import Feed
 from .generation import Generation
 from .prepare import PreparePool
 from .reader import make_readers
@@ -46,6 +47,7 @@ class Service:
         self.bus = bus
         self.model_name = model_name
         """The name clients use."""
+        self.feed = Feed(client, bus, lambda: client.settings.config.scheduler)
         self.tokenizer = tokenizer
         self.template = template
         self.experiments = experiments

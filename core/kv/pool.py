@@ -96,6 +96,19 @@ class BlockPool:
     def refs(self, block: int) -> int:
         return self._refs[block]
 
+    def census(self, parts: int) -> list[tuple[int, int, int]]:
+        """The pool cut into at most `parts` equal ranges of block ids: how many blocks are used, retained and free in each."""
+        size = max(1, -(-self.num_blocks // parts))
+        retained = [0] * -(-self.num_blocks // size)
+        for block in self._retained:
+            retained[block // size] += 1
+        found = []
+        for part, kept in enumerate(retained):
+            refs = self._refs[part * size : (part + 1) * size]
+            idle = refs.count(0)
+            found.append((len(refs) - idle, kept, idle - kept))
+        return found
+
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise RuntimeError unless every block is in exactly one place; with all block tables given, unless the counts fit them."""
         used = {b for b, refs in enumerate(self._refs) if refs > 0}

@@ -100,6 +100,11 @@ class Scheduler:
         return len(self.batch.line)
 
     @property
+    def in_flight(self) -> StepInput | None:
+        """The step that computes; None between two steps."""
+        return self._in_flight
+
+    @property
     def switches(self) -> Switches:
         return self.live.switches
 

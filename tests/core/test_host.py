@@ -268,6 +268,7 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
         [
             "attention.cpu",
             "chunked_prefill",
+            "dashboard",
             "metrics",
             "prefix_cache",
             "reasoning",
