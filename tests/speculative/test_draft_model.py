@@ -163,7 +163,7 @@ def test_adaptive_stops_where_drafts_are_wrong(tiny, shorter):
     stand = make_stand(tiny, shorter, adaptive=True)
     ask = Ask(prompt=prompt(20, seed=6), max_tokens=300, temperature=3.0, seed=8, fields=FIELDS)
     outcome = stand.run([ask])
-    assert 0 < counts(outcome)[0] < 100
+    assert 0 < counts(outcome)[0] < 600, "of some 2300 without adaptation; how many exactly is a matter of measured times"
     same(outcome, alone(stand, [ask]))
 
 
