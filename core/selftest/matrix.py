@@ -18,6 +18,8 @@ from .ways import Oracle, Way
 
 TURNS = 8
 """Orders that are tried."""
+TOGETHER = 3
+"""After this turn only kinds whose cell lacks something are played."""
 SMALL_BATCH = 6
 
 
@@ -56,23 +58,28 @@ class Matrix:
         self.questions = questions(stand, self.kinds, lengths, new, few=few, plain=self._plain)
         self.plain = [self._plain(question.ask) for question in self.questions]
         Oracle.learn([question.ask for question in self.questions], self.plain)
-        longest = max(len(question.ask.prompt) for question in self.questions) + new
-        self._least = -(-longest // stand.config.cache.block_size)
-        """Blocks that the longest request needs."""
 
     def run(self, way: Way, kinds: Sequence[str] | None = None, name: str = "") -> Iterator[Cell]:
         """A cell for each kind, all run together. kinds: some of `self.kinds`. name: what to call the way."""
         cells = {kind: Cell(name or way.name, kind, missing=["a run"]) for kind in (self.kinds if kinds is None else kinds)}
         chosen = [index for index, question in enumerate(self.questions) if question.kind in cells]
         for turn in range(TURNS):
-            shown = self._play(way, _order(chosen, turn), tight=self._least + max(0, 2 - turn))
-            for cell in cells.values():
-                self._judge(cell, way, *shown)
+            open_kinds = {kind for kind, cell in cells.items() if cell.missing}
+            if turn > TOGETHER:  # those that need it get the room to themselves, less of it if they are short
+                chosen = [index for index in chosen if self.questions[index].kind in open_kinds]
+            shown = self._play(way, _order(chosen, turn), tight=self._least(chosen) + max(0, 2 - turn))
+            for kind in open_kinds if turn > TOGETHER else cells:
+                self._judge(cells[kind], way, *shown)
             if not any(cell.same and cell.missing for cell in cells.values()):
                 break
         yield from cells.values()
 
     # ---- playing ----------------------------------------------------------------------------------------------------------------
+
+    def _least(self, chosen: Sequence[int]) -> int:
+        """Blocks that the longest of these requests needs."""
+        longest = max(len(self.questions[i].ask.prompt) + len(self.plain[i].tokens) for i in chosen)
+        return -(-longest // self.stand.config.cache.block_size)
 
     def _plain(self, ask: Ask) -> Answer:
         return self.stand.run([ask], off=self._off(Way()), threads=1).answers[0]
@@ -90,7 +97,7 @@ class Matrix:
             plugins=(Oracle,) if way.proposer == Oracle.info.name else (),
             settings={way.proposer: {"adaptive": False}} if way.proposer.startswith("speculative.") else None,
             chunk=way.chunk or None,
-            blocks=tight if way.room == "tight" else max(400, self._least * len(order)),
+            blocks=tight if way.room == "tight" else max(400, self._least(order) * len(order)),
             max_running={"alone": 1, "together": 4 * len(order), "tight": SMALL_BATCH}[way.room],
             threads=way.threads,
             process=way.process,
