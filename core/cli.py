@@ -194,13 +194,7 @@ def _ab_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: s
         parser.add_argument("--json", action="store_true", help="as JSON")
     else:
         parser.add_argument("name", metavar="NAME", help="the experiment's name in tokenbus.toml")
-    parser.add_argument("--url", metavar="URL", help="the server (default: by host and port of the settings)")
-    parser.add_argument("--config", metavar="FILE", help="the server's settings: host, port, admin key")
-    for flag in ("host", "port", "admin-key"):
-        dest = f"server.{flag.replace('-', '_')}"
-        parser.add_argument(f"--{flag}", dest=dest, metavar=flag.upper().replace("-", "_"), help=f"over the settings' {flag}")
-    parser.set_defaults(switches={}, plugin_setting=[])
-    return parser
+    return _watcher(parser)
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..config import Config, ServerConfig
-from ..errors import ConfigError, ConflictError, FieldError, UnavailableError, shorten
+from ..config import Config
+from ..errors import ConfigError, ConflictError, FieldError, UnavailableError
+from ..watching.remote import admin_key, server_url, words_of
 
 SECONDS = 120.0
 """For an answer: a change waits for the end of the step that computes."""
-ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what a server listens on is not where it is asked
-"""Addresses to listen on, and how to reach who does."""
 
 
 def split_changes(items: Sequence[str]) -> dict[str, str]:
@@ -35,11 +34,11 @@ def split_changes(items: Sequence[str]) -> dict[str, str]:
 def ask(arguments: argparse.Namespace, config: Config, path: str, body: Any = None) -> Any:
     """The decoded answer: of a GET, or with a body of a POST. ConflictError with the server's words when it refuses, UnavailableError when
     it can't be reached."""
-    url = (arguments.url or _url(config.server)).rstrip("/")
+    url = (arguments.url or server_url(config.server)).rstrip("/")
     if urlsplit(url).scheme not in ("http", "https"):
         raise ConfigError(f"--url {url}: must begin with http:// or https://")
     headers = {"Content-Type": "application/json"}
-    if (key := _key(config.server)) is not None:
+    if (key := admin_key(config.server)) is not None:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers)  # noqa: S310 - the scheme is checked above
@@ -49,28 +48,10 @@ def ask(arguments: argparse.Namespace, config: Config, path: str, body: Any = No
             return json.loads(response.read())
     except urllib.error.HTTPError as error:
         with error:
-            raise ConflictError(_words(error)) from None
+            raise ConflictError(words_of(error)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UnavailableError(f"no server answers at {url}: {reason} (--host, --port, --url say where it is)") from None
-
-
-def _url(server: ServerConfig) -> str:
-    host = ANYWHERE.get(server.host, server.host)
-    return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
-
-
-def _key(server: ServerConfig) -> str | None:
-    from ..api.auth import read_keys
-
-    return None if server.admin_key is None else read_keys([server.admin_key], "server.admin_key")[0]
-
-
-def _words(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"the server answered {error.code} {shorten(error.reason)}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -62,7 +62,7 @@ class Remote:
             yield
         except urllib.error.HTTPError as error:
             with error:
-                words = _words(error)
+                words = words_of(error)
             raise (NotFoundError if error.code == 404 else ConflictError)(words) from None
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or str(error) or type(error).__name__
@@ -73,18 +73,24 @@ class Remote:
 
 def connect(arguments: argparse.Namespace, config: Config) -> Remote:
     """The server that `--url` names, or the settings' host and port. ConfigError when URL or key file can't be used."""
+    return Remote(arguments.url or server_url(config.server), admin_key(config.server))
+
+
+def admin_key(server: ServerConfig) -> str | None:
+    """ConfigError when it is in a file that can't be used."""
     from ..api.auth import read_keys
 
-    key = config.server.admin_key
-    return Remote(arguments.url or _url(config.server), None if key is None else read_keys([key], "server.admin_key")[0])
+    return None if server.admin_key is None else read_keys([server.admin_key], "server.admin_key")[0]
 
 
-def _url(server: ServerConfig) -> str:
+def server_url(server: ServerConfig) -> str:
+    """Where a server with these settings can be reached from this machine."""
     host = ANYWHERE.get(server.host, server.host)
     return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
 
 
-def _words(error: urllib.error.HTTPError) -> str:
+def words_of(error: urllib.error.HTTPError) -> str:
+    """What the server says is wrong, or its status."""
     try:
         return str(json.loads(error.read())["error"]["message"])
     except (OSError, ValueError, KeyError, TypeError):
