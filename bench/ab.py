@@ -1,14 +1,17 @@
 """Experiments on a real server: two equal arms, then an arm whose P99 TTFT was made worse by a fifth, and what the report says of each.
 
-    python bench/ab.py [--minutes 40] [--rate 6] [--slice 15] [--washout 2] [--blocks 10] [--arg ARGUMENTS] [--out FILE]
+    python bench/ab.py [--minutes 40] [--rate 6] [--prompt 90] [--answer 8:24] [--slice 15] [--washout 2] [--blocks 10]
+                       [--arg ARGUMENTS] [--keep FOLDER] [--out FILE]
 
-A server with the demo model is under an open-loop load all the time: Poisson arrivals at `--rate` a second, prompts of 16 to 500
-random tokens (log-normal), 8 to 24 new tokens. Arms take turns by time slices, switched live by the server itself.
+A server with the demo model is under an open-loop load all the time: Poisson arrivals at `--rate` a second, prompts of 8 to 500
+random tokens (log-normal, half of them shorter than `--prompt`), `--answer` new tokens. Arms take turns by time slices, switched
+live by the server itself.
 1. "equal": arms A and B without any switch, for `--minutes`.
 2. "slow": arm B has the plugin bench.slow (bench/serving/slow.py), which holds 3 requests of 100 back before their prompt is run.
    For how long is worked out from the rows of 1, so that P99 TTFT becomes 1.2 times what it was.
 While they run, the report is made after each 10 blocks of slices, as somebody would who can't wait: a false alarm at any of these
 looks counts, and the first look that finds "slow" is named. Then both reports are printed as `tokenbus ab report` prints them.
+--keep: the rows stay, in FOLDER/experiments/equal and .../slow; `ab_power --rows` takes the former.
 Nothing else may run on the machine. Slices must be much longer than a request takes.
 """
 
@@ -30,16 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
+from ab_power import SHARE, first_tokens, hold
 from load import Client
 from serving.servers import MODEL, Server, Variant, served
 
 from tokenbus.core.experiments.records import experiment_dir, read_rows
 
 HERE = Path(__file__).resolve().parent
-SHARE = 0.03
-"""Of requests that are held back: more than the 1 % beyond P99, so that it moves by a known amount."""
-WORSE = 1.2
 TOKENBUS = (sys.executable, "-m", "tokenbus.core.cli")
 
 
@@ -101,10 +101,10 @@ async def load(server: Server, options: argparse.Namespace, phase: Phase, second
         client = Client(session, server.url, MODEL)
 
         async def one() -> None:
-            length = min(500, max(16, round(math.exp(draw.gauss(4.5, 0.6)))))
+            length = min(500, max(8, round(options.prompt * math.exp(draw.gauss(0.0, 0.6)))))
             prompt = [draw.randrange(1000, 49000) for _ in range(length)]
             try:
-                await client.complete(prompt, draw.randrange(8, 25))
+                await client.complete(prompt, draw.randint(*options.answer))
             except (RuntimeError, aiohttp.ClientError, TimeoutError):
                 phase.failed += 1
 
@@ -134,10 +134,10 @@ async def both(*parts: Any) -> None:
             tasks.create_task(part)
 
 
-def run(options: argparse.Namespace, state: Path, name: str, held: float | None) -> Phase:
+def run(options: argparse.Namespace, folder: Path, state: Path, name: str, held: float | None) -> Phase:
     phase = Phase(name)
     seconds = 60 * options.minutes
-    config = state.parent / f"{name}.toml"
+    config = folder / f"{name}.toml"
     config.write_text(settings(options, state, held))
     words = (
         *TOKENBUS,
@@ -166,19 +166,17 @@ def python_path() -> str:
     return ":".join([str(HERE / "serving"), *(part for part in sys.path if part and part != str(HERE))])
 
 
-def hold(state: Path) -> float:
-    """Seconds by which SHARE of the requests must start later, so that P99 TTFT of the "equal" rows becomes WORSE times what it was."""
-    rows = read_rows(experiment_dir(state, "equal"))
-    ttft = np.array([row.ttft for row in rows if row.counts and row.ttft is not None])
+def held_back(state: Path) -> float:
+    """Seconds by which bench.slow must hold its requests back, by the rows of "equal"."""
+    ttft = first_tokens(read_rows(experiment_dir(state, "equal")))
     if not len(ttft):
         raise SystemExit("no request fell into a slice as a whole: longer slices (--slice) or a lower --rate are needed")
-    target = WORSE * float(np.quantile(ttft, 0.99))
-    low, high = 0.0, target
-    for _ in range(60):
-        middle = (low + high) / 2
-        beyond = (1 - SHARE) * np.mean(ttft > target) + SHARE * np.mean(ttft + middle > target)
-        low, high = (middle, high) if beyond < 0.01 else (low, middle)
-    return high
+    return hold(ttft)
+
+
+def two_numbers(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    return int(low), int(high or low)
 
 
 def summary(phases: list[Phase]) -> list[str]:
@@ -207,19 +205,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=40, help="of each experiment")
     parser.add_argument("--rate", type=float, default=6.0, help="requests a second: well below what the server can do")
+    parser.add_argument("--prompt", type=float, default=90.0, help="tokens; half of the prompts are shorter")
+    parser.add_argument("--answer", type=two_numbers, default=(8, 24), metavar="LOW:HIGH", help="tokens")
     parser.add_argument("--slice", type=float, default=15.0, help="seconds")
     parser.add_argument("--washout", type=float, default=2.0, help="seconds")
     parser.add_argument("--blocks", type=int, default=10, help="blocks of slices between two looks")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--arg", default="", help="more arguments for the server")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "state"
-        phases = [run(options, state, "equal", None)]
-        held = hold(state)
+        state = options.keep or Path(folder) / "state"
+        phases = [run(options, Path(folder), state, "equal", None)]
+        held = held_back(state)
         print(f"bench.slow: {SHARE:.0%} of requests wait {1e3 * held:.1f} ms", flush=True)
-        phases.append(run(options, state, "slow", held))
+        phases.append(run(options, Path(folder), state, "slow", held))
         lines = [*summary(phases), "", f"bench.slow held {SHARE:.0%} of the requests back for {1e3 * held:.1f} ms.", ""]
         for phase in phases:
             lines += ["```text", report(state, phase.name, as_json=False).rstrip(), "```", ""]

@@ -1,6 +1,6 @@
 """How often the experiment report errs on simulated traffic: false alarms with repeated looks, power for a slower P99.
 
-    python bench/ab_power.py [--experiments 1000] [--processes 1] [--only NAME,...] [--out FILE]
+    python bench/ab_power.py [--experiments 1000] [--processes 1] [--only NAME,...] [--rows FOLDER] [--out FILE]
 
 Every experiment is rows as a server writes them, put through the whole report: bootstrap, correction, verdict. What makes such
 data hard is in them: load that drifts over the hours (a random walk and a daily wave on the log scale), congestion that lasts
@@ -12,31 +12,40 @@ read in the same way. "x4": four times as much of it.
 "alarm": at any look any measure of the report, in any bucket, was called different. "slow": the arm's slowest 3 % of requests
 take 20 % longer, so that its P99 rises by just that; "found": the primary measure, P99 TTFT, was called worse at one of the
 looks. Intervals are Clopper and Pearson's, 95 %.
+`--rows`: the rows of a real experiment by slices whose two arms were equal (bench/ab.py --keep makes some), instead of simulated
+ones. Every experiment deals the slices of each block anew: "dealt" changes nothing else; in "dealt-slow" 3 % of one arm's requests
+wait as much longer as makes its P99 TTFT 20 % worse. Requests, load and their drift are real, and the same in all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from multiprocessing.pool import Pool
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from scipy.stats import binomtest
 
-from tokenbus.core.experiments.records import Row
+from tokenbus.core.experiments.records import Row, read_rows
 from tokenbus.core.experiments.report.make import make_report
 from tokenbus.core.experiments.report.result import Options, Report
 from tokenbus.core.experiments.report.table import Reader
 
 SLICE_SECONDS = 120.0
 LOOKS = 5
+SHARE = 0.03
+"""Of requests that a slower arm holds back: more than the 1 % beyond P99, so that it moves by a known amount."""
+WORSE = 1.2
+"""Times what P99 TTFT was."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Case:
     once: bool = False
     size: int = 1
     """Times as many slices, or as much time."""
+    rows: str = ""
+    """Folder of real rows to be dealt anew."""
 
 
 CASES = {
@@ -62,6 +73,8 @@ CASES = {
     "user-slow-x8": Case("user", slow=1.2, size=8),
     "request-slow-x8": Case("request", slow=1.2, size=8),
 }
+DEALT = {"dealt": Case("slice"), "dealt-once": Case("slice", once=True), "dealt-slow": Case("slice", slow=WORSE)}
+"""With `--rows`."""
 
 
 def level(draw: np.random.Generator, steps: int) -> np.ndarray:
@@ -145,11 +158,53 @@ def rows_of(case: Case, seed: int) -> Iterator[list[Row]]:
         begin = stop
 
 
+def hold(ttft: np.ndarray) -> float:
+    """Seconds by which SHARE of the requests must wait longer, so that P99 of `ttft` becomes WORSE times what it was."""
+    target = WORSE * float(np.quantile(ttft, 0.99))
+    low, high = 0.0, target
+    for _ in range(60):
+        middle = (low + high) / 2
+        beyond = (1 - SHARE) * np.mean(ttft > target) + SHARE * np.mean(ttft + middle > target)
+        low, high = (middle, high) if beyond < 0.01 else (low, middle)
+    return high
+
+
+def first_tokens(rows: Iterable[Row]) -> np.ndarray:
+    """TTFT of those that are compared, in seconds."""
+    return np.array([row.ttft for row in rows if row.counts and row.ttft is not None])
+
+
+@lru_cache(maxsize=1)
+def real_rows(folder: str) -> tuple[list[Row], float]:
+    """Rows, in order of their slices, and what `hold` says of them."""
+    rows = sorted(read_rows(folder), key=lambda row: (row.slice or 0, row.ended))
+    return rows, hold(first_tokens(rows))
+
+
+def dealt(case: Case, seed: int) -> Iterator[list[Row]]:
+    """Real rows with the slices of each block dealt anew, in as many parts as there are looks."""
+    draw = random.Random(seed)
+    rows, held = real_rows(case.rows)
+    last = max(row.slice or 0 for row in rows)
+    swapped = [draw.random() < 0.5 for _ in range(last // 2 + 1)]
+    ends = [(last // 2) * look // LOOKS * 2 + 1 for look in range(1, LOOKS + 1)]  # one slice more: the newest is never compared
+    parts: list[list[Row]] = [[] for _ in ends]
+    for row in rows:
+        index = row.slice or 0
+        arm = row.arm if not swapped[index // 2] else "B" if row.arm == "A" else "A"
+        waits = held if case.slow > 1 and arm == "B" and row.ttft is not None and draw.random() < SHARE else 0.0
+        look = next((i for i, end in enumerate(ends) if index < end), None)
+        if look is not None:
+            changed = msgspec.structs.replace(row, arm=arm, control=arm == "A", e2e=row.e2e + waits)
+            parts[look].append(changed if not waits else msgspec.structs.replace(changed, ttft=changed.ttft + waits))
+    yield from parts
+
+
 def reports(case: Case, seed: int) -> Iterator[Report]:
     """One for each look."""
     reader = Reader()
     options = Options(looks="once" if case.once else "any", seed=seed + 1)
-    for look, rows in enumerate(rows_of(case, seed), 1):
+    for look, rows in enumerate(dealt(case, seed) if case.rows else rows_of(case, seed), 1):
         reader.add(rows)
         if not case.once or look == LOOKS:
             yield make_report(reader, options)
@@ -189,7 +244,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiments", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--only", default=",".join(CASES), help="names with commas between them")
+    parser.add_argument("--only", help="names with commas between them (default: all)")
+    parser.add_argument("--rows", type=Path, help="folder of an experiment with equal arms A and B")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -197,10 +253,11 @@ def main() -> None:
         "| case | experiments | any alarm | primary alarm | P99 worse found | true change always inside | sample ratio alarm |"
     ]
     lines.append("|---|---|---|---|---|---|---|")
+    cases = CASES if options.rows is None else {name: replace(case, rows=str(options.rows)) for name, case in DEALT.items()}
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for name in options.only.split(","):
+        for name in options.only.split(",") if options.only else cases:
             began = time.monotonic()
-            found = count(CASES[name], options.experiments, options.seed, pool)
+            found = count(cases[name], options.experiments, options.seed, pool)
             cells = [share(found[key], options.experiments) for key in ("alarm", "primary", "found", "covered", "ratio")]
             lines.append(f"| {name} | {options.experiments} | " + " | ".join(cells) + " |")
             print(lines[-1], f"({time.monotonic() - began:.0f} s)", flush=True)

@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.keep is not None:
+        given.keep.mkdir(parents=True, exist_ok=True)
     work = jobs(given.requests, given.rate, given.seed)
     wishes = DEFAULT_WISHES if given.wishes is None else tuple(given.wishes)
     catalogue = make_host("engine", Config()).catalogue
