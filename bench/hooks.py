@@ -22,6 +22,7 @@ import argparse
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -62,7 +63,10 @@ def is_full(plan: Any, expected: int) -> bool:
 
 
 def make_config() -> Any:
-    return from_mapping({"model": {"model": "demo", "dtype": "bfloat16", "max_model_len": 512}}, "bench")
+    recorder = {"path": tempfile.mkdtemp(prefix="tokenbus-hooks-")}
+    return from_mapping(
+        {"model": {"model": "demo", "dtype": "bfloat16", "max_model_len": 512}, "plugins": {"recorder": recorder}}, "bench"
+    )
 
 
 def built_ins() -> tuple[str, ...]:
@@ -71,7 +75,10 @@ def built_ins() -> tuple[str, ...]:
     more = (
         name
         for name in sorted(host.catalogue.keys() - default)
-        if host.sources[name] == "tokenbus" and host.info(name).slot is None and host.info(name).scope != "engine"
+        if host.sources[name] == "tokenbus"
+        and host.info(name).slot is None
+        and host.info(name).scope != "engine"
+        and not host.info(name).resident  # needs another model
     )
     return (*sorted(default), *more)
 
@@ -144,7 +151,7 @@ def main() -> None:
     traced = AdmittingStand(make_config(), names, (), host_kind=partial(TracingHost, calls=calls))
     traced.run(asks(options.requests), **run)
     steps = full_steps(calls, options.requests)
-    dispatch = statistics.median(replayed(step, traced.front, options.repeat) for step in steps)
+    dispatch = statistics.median(replayed(step, traced.front.host, options.repeat) for step in steps)
     work = statistics.median(sum(call.seconds for call in step) for step in steps)
     counted = Counter(call.hook for call in steps[len(steps) // 2])
     held = dispatch <= LIMIT * min(cpu, wall)

@@ -47,6 +47,8 @@ class ModelConfig(Section, frozen=True):
     """What the decoder's layers run on. cpu: the C++ kernels, an error where they can't be had. auto: those where they can, else torch."""
     threads: PositiveInt | None = None
     """Threads that compute; default: the cores this process may use."""
+    cores: str | None = None
+    """CPUs that the engine process may use, such as "0-3,8"; default: those it was started with."""
     worker: Literal["thread", "process"] = "thread"
     """Where the model runs: a thread of the engine process, or a process of its own."""
     chat_template: str | None = None

@@ -130,12 +130,13 @@ class ParserContext:
     """The prompt's last characters, control tokens included."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineContext:
     bus: Bus
     """The engine's bus. For each step StepPlan and StepInput before it runs, StepResult and StepOutput after it (of a step that failed as a
-    whole only StepOutput); StepOutput also for ends that no step carried."""
+    whole only StepOutput); StepOutput also for ends that no step carried. SetSettings once a live change of settings has been made."""
     config: Config
+    """With every live change so far."""
     pool: BlockPool
     info: EngineInfo | None = None
     """The engine's description; None where there is no engine process (self test)."""

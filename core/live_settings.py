@@ -59,6 +59,22 @@ def live_values(config: Config, host: PluginHost) -> dict[str, Any]:
 def check(config: Config, host: PluginHost, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The new values, of the right types. NotFoundError for a name that is none, ConflictError for a setting that needs a restart,
     FieldError (naming "settings.NAME") for a value that it can't have."""
+    names = [name for name, _, _ in _walk(config, host)]
+    for name in changes:
+        if name in names and not _is_live(host, name):
+            live = ", ".join(other for other in names if _is_live(host, other))
+            raise ConflictError(f"{name!r} can't change live: restart the server with it. Those that can: {live}")
+    values = typed(config, host, changes)
+    scheduler = with_values(config, values).scheduler
+    if values and scheduler.max_running + scheduler.max_waiting > max(
+        MOST_OPEN, config.scheduler.max_running + config.scheduler.max_waiting
+    ):
+        raise ConflictError(f"max_running and max_waiting together can't be raised above {MOST_OPEN} live: restart the server")
+    return values
+
+
+def typed(config: Config, host: PluginHost, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The new values, of the right types, live or not. Raises NotFoundError and FieldError as `check` does."""
     fields = {name: field for name, field, _ in _walk(config, host)}
     values: dict[str, Any] = {}
     for name, value in changes.items():
@@ -66,9 +82,6 @@ def check(config: Config, host: PluginHost, changes: Mapping[str, Any]) -> dict[
             close = difflib.get_close_matches(name, fields, n=3)
             hint = f"; did you mean {', '.join(map(repr, close))}?" if close else "; GET /v1/tokenbus/settings lists them"
             raise NotFoundError(f"there is no setting {name!r}{hint}")
-        if not _is_live(host, name):
-            live = ", ".join(n for n in fields if _is_live(host, n))
-            raise ConflictError(f"{name!r} can't change live: restart the server with it. Those that can: {live}")
         try:
             values[name] = msgspec.convert(value, fields[name].type, strict=True)
         except msgspec.ValidationError as error:
@@ -77,11 +90,6 @@ def check(config: Config, host: PluginHost, changes: Mapping[str, Any]) -> dict[
         _plugin_settings(with_values(config, values), host, values)
     except msgspec.ValidationError as error:
         raise FieldError("settings", str(error)) from None
-    scheduler = with_values(config, values).scheduler
-    if values and scheduler.max_running + scheduler.max_waiting > max(
-        MOST_OPEN, config.scheduler.max_running + config.scheduler.max_waiting
-    ):
-        raise ConflictError(f"max_running and max_waiting together can't be raised above {MOST_OPEN} live: restart the server")
     return values
 
 
@@ -100,10 +108,12 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     return msgspec.structs.replace(config, plugins=plugins, **replaced)
 
 
-def apply_to_plugins(config: Config, host: PluginHost, values: Mapping[str, Any]) -> None:
-    """Have the host's plugins, loaded now or later, use the new values."""
-    for plugin, settings in _plugin_settings(config, host, values).items():
-        host.set_settings(plugin, config.plugins[plugin], settings)
+def apply_to_plugins(config: Config, host: PluginHost, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Have the host's plugins, loaded now or later, use the new values; the settings of those concerned, as written."""
+    settings = _plugin_settings(config, host, values)
+    for plugin, made in settings.items():
+        host.set_settings(plugin, config.plugins[plugin], made)
+    return {plugin: config.plugins[plugin] for plugin in settings}
 
 
 def _plugin_settings(config: Config, host: PluginHost, values: Mapping[str, Any]) -> dict[str, msgspec.Struct]:

@@ -77,6 +77,8 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True):
     """Finished, cancelled or preempted since the last step: forget them before anything else."""
     features: tuple[str, ...] | None = None
     """The switches in force from this step on, when they changed."""
+    settings: dict[str, dict[str, Any]] = {}
+    """Settings of plugins, as written, that are in force from this step on, when they changed."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

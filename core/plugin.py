@@ -76,7 +76,7 @@ class PluginInfo:
         resident: it takes memory that is shared out at start (`side_model`). It can be switched only if it was on at start; while it is
             off, the worker's instance stays.
         live_settings: names of its `Settings` that can change while it is loaded: `self.settings` is then replaced between two steps, in
-            front and engine (not in the worker), so it must be read where it is used.
+            front, engine and worker, so it must be read where it is used.
         """
         put = object.__setattr__
         put(self, "name", name)

@@ -86,7 +86,7 @@ async def health(_: Call) -> web.Response:
 
 
 async def ready(call: Call) -> web.Response:
-    is_ready, reason = call.service.client.ready()
+    is_ready, reason = call.service.ready()
     if not is_ready:
         return error_response(UnavailableError(reason, retry_after=2.0))
     return json_response({"status": "ready"})

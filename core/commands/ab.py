@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from ..columns import columns
 from ..config import Config
 from ..experiments import report
 from .remote import ask
@@ -39,6 +40,8 @@ def _lines(name: str, entry: dict[str, Any]) -> list[str]:
     head = f"{name}: {entry['status']}"
     if entry["run"]:
         head += f" (run {entry['run']}), split by {entry['split']}, {entry['traffic']:.0%} of traffic"
+    if entry["engines"] == "own":
+        head += ", engines of their own"
     lines = [head]
     if "slice" in entry:
         now = entry["slice"]
@@ -53,11 +56,10 @@ def _lines(name: str, entry: dict[str, Any]) -> list[str]:
         off = f"; off: {seen['off']}" if "off" in seen else ""
         excluded = sum(seen["excluded"].values())
         numbers = (f"{seen['share']:.0%}", *(str(n) for n in (seen["counted"], seen["washout"], excluded, seen["failed"])))
+        if (engine := seen.get("engine")) is not None and engine["state"] != "ready":
+            off += f"; its engine: {engine['state']}"
         rows.append((arm + mark, *numbers, switches + off))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines += [
-        "  " + "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-    ]
+    lines += ["  " + line for line in columns(rows)]
     for key, label in (("reason", "stopped because"), ("failing", "can't switch"), ("rows_problem", "rows can't be written")):
         if key in entry:
             lines.append(f"  {label}: {entry[key]}")

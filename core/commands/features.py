@@ -7,9 +7,10 @@ import json
 import sys
 from typing import Any
 
+from ..columns import columns
 from ..config import Config
 from ..errors import FieldError
-from .remote import ask, split_changes, table
+from .remote import ask, split_changes
 
 WORDS = {"on": True, "true": True, "off": False, "false": False}
 
@@ -40,4 +41,4 @@ def _text(answer: dict[str, Any]) -> str:
         for name, entry in answer["features"].items()
     ]
     slots = "\n".join(f"slot {slot}: {holder}" for slot, holder in answer["slots"].items())
-    return f"{table(rows)}\n\n{slots}"
+    return "\n".join([*columns(rows), "", slots])

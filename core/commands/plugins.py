@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from ..columns import columns
 from ..config import Config
 from ..host import PluginHost, Switches, make_host
 
@@ -59,7 +60,4 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         )
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head) - 1)]
-    return [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]) for line in (head, *body)
-    ]
+    return columns([head, *body])

@@ -52,10 +52,3 @@ def ask(arguments: argparse.Namespace, config: Config, path: str, body: Any = No
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UnavailableError(f"no server answers at {url}: {reason} (--host, --port, --url say where it is)") from None
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns side by side; the last one as long as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)

@@ -7,8 +7,9 @@ import json
 import sys
 from typing import Any
 
+from ..columns import columns
 from ..config import Config
-from .remote import ask, split_changes, table
+from .remote import ask, split_changes
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
@@ -38,7 +39,7 @@ def _text(settings: dict[str, Any]) -> str:
         (name, json.dumps(entry["value"], ensure_ascii=False), entry["applies"], _takes(entry["schema"]))
         for name, entry in sorted(settings.items(), key=lambda item: (item[1]["applies"] != "live", item[0]))
     ]
-    return table(rows)
+    return "\n".join(columns(rows))
 
 
 def _takes(schema: dict[str, Any]) -> str:

@@ -90,8 +90,8 @@ class EngineCore:
         self.bus = bus
         self.pool = BlockPool(info.num_blocks, info.block_size)
         self._ready = False
-        context = EngineContext(bus=bus, config=config, pool=self.pool, info=info, switches=self._switches)
-        self._switchboard = Switchboard(host, context)
+        self._context = EngineContext(bus=bus, config=config, pool=self.pool, info=info, switches=self._switches)
+        self._switchboard = Switchboard(host, self._context)
         self._switchboard.start(switches)
         self.scheduler = Scheduler(
             config,
@@ -103,7 +103,6 @@ class EngineCore:
             on_plugin_failure=self._switchboard.note_failure,
             start_plugin=self._switchboard.revive,
         )
-        self._config = config
         self._ready = True
         self._host = host
         self._worker = worker
@@ -290,11 +289,11 @@ class EngineCore:
         return Reply(message.call_id, switches=self._switchboard.change(self.scheduler, message.changes))
 
     def _configure(self, message: SetSettings) -> Reply:
-        values = live_settings.check(self._config, self._host, message.values)
-        self._config = config = live_settings.with_values(self._config, values)
-        live_settings.apply_to_plugins(config, self._host, values)
-        self.scheduler.configure(config.scheduler)
+        values = live_settings.check(self._context.config, self._host, message.values)
+        self._context.config = config = live_settings.with_values(self._context.config, values)
+        self.scheduler.configure(config.scheduler, live_settings.apply_to_plugins(config, self._host, values))
         logs.set_level(config.server.log_level)
+        self.bus.publish(SetSettings(message.call_id, values))
         return Reply(message.call_id)
 
     def _ask(self, what: str, args: Mapping[str, Any]) -> Any:
@@ -332,7 +331,7 @@ class EngineCore:
             "allocation_failures": pool.allocation_failures,
             "on": scheduler.switches.names(),
             "loaded": sorted(self._host.loaded),
-            "settings": live_settings.live_values(self._config, self._host),
+            "settings": live_settings.live_values(self._context.config, self._host),
         }
 
     # ---- beside the loop --------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from ..messages import (
 )
 from ..worker.base import Worker, WorkerInfo
 from ..worker.make import make_worker
+from ..worker.threads import keep_to
 from .loop import EngineCore, beat, describe
 from .watchdog import watch_parent
 
@@ -110,6 +111,7 @@ async def _start(
     configure_logs(config.server.log_format, config.server.log_level)
     if hello.spawned:
         start.seconds["process"] = max(0.0, time.time() - hello.spawned)
+    keep_to(config.model.cores)
     with start.during("plugins"):
         host = await anyio.to_thread.run_sync(_load_plugins, config, features)
     with start.during("model"):

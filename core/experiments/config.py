@@ -12,7 +12,7 @@ max_p99_ttft = 2.0
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -45,8 +45,9 @@ class ArmConfig(Part, frozen=True):
     features: dict[str, bool] = {}
     """Switches. One that only another arm names is as the server has it when the experiment starts."""
     settings: dict[str, Any] = {}
-    """Live settings by name, such as "scheduler.token_budget", for slices only. One that only another arm names is as it is when the
-    experiment starts."""
+    """Live settings by name, such as "scheduler.token_budget", for slices only; with engines of their own also what an engine starts with
+    ("model.dtype", "model.kernels", "model.worker", "cache.block_size", all of the scheduler's and the plugins'). One that only another arm
+    names is as it is when the experiment starts."""
 
 
 class GuardConfig(Part, frozen=True):
@@ -58,8 +59,12 @@ class GuardConfig(Part, frozen=True):
     """Seconds."""
     max_p99_inter_token: Seconds | None = None
     """Seconds."""
+    max_p99_ttft_ratio: Annotated[float, Meta(gt=1)] | None = None
+    """Times the control's in the same window."""
+    max_p99_inter_token_ratio: Annotated[float, Meta(gt=1)] | None = None
+    """Times the control's in the same window."""
     min_samples: Annotated[int, Meta(ge=1, le=100_000)] = 100
-    """Ended requests of the arm in the window below which nothing is judged."""
+    """Ended requests of the arm (for a ratio, of the control, too) in the window below which nothing is judged."""
     window: Seconds = 300.0
     """Seconds that are looked at."""
 
@@ -72,11 +77,15 @@ class ExperimentConfig(Part, frozen=True):
     split: str = "request"
     """What is assigned: each request; "user" (the body's field), "key" (the API key) or "header:NAME", always the same arm for the same
     value; or "slice", all of a time slice's requests."""
+    engines: Literal["shared", "own"] = "shared"
+    """own: each arm has an engine process for itself, with an equal part of the cores and of the K/V memory, from the server's start to its
+    end; for split = "request". Arms may then differ in what an engine is started with."""
     traffic: Share = 1.0
     """Share of units (requests, users ...) that take part when it starts; can be ramped live."""
     salt: str = ""
     """Another salt deals the units anew."""
     slice_seconds: Annotated[float, Meta(ge=0.05)] = 60.0
+    """With engines of their own: seconds of a time window, all arms' requests of which are compared with each other."""
     washout_seconds: Annotated[float, Meta(ge=0)] = 5.0
     """At the begin of each slice: requests that arrive then are marked and not compared."""
     guard: GuardConfig = GuardConfig()
@@ -97,6 +106,10 @@ class ExperimentConfig(Part, frozen=True):
     @property
     def sliced(self) -> bool:
         return self.split == "slice"
+
+    @property
+    def own_engines(self) -> bool:
+        return self.engines == "own"
 
     def shares(self) -> dict[str, float]:
         """Each arm's share, in order; they sum to 1."""
@@ -127,6 +140,13 @@ def _problems(config: ExperimentConfig) -> list[tuple[str, str]]:
             found.append(("split", f'the header {config.header!r} holds secrets: use "key", or a header of its own'))
     elif config.split not in {"request", "slice", *STICKY}:
         found.append(("split", f'must be "request", "user", "key", "header:NAME" or "slice", not {config.split!r}'))
+    if config.own_engines:
+        if config.split != "request":
+            found.append(
+                ("engines", 'engines of their own go with split = "request": the arms run at the same time, each by itself')
+            )
+        if config.traffic != 1:
+            found.append(("traffic", "who is in no arm would be the control's engine's to serve: use weights"))
     if config.sliced:
         weights = [arm.weight for arm in config.arms.values()]
         if any(weight != int(weight) for weight in weights) or sum(weights) > MAX_BLOCK:

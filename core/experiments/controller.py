@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ import anyio.to_thread
 import structlog
 
 from .. import live_settings
-from ..bus import Bus
+from ..bus import Bus, Listener
 from ..config import Config
 from ..errors import ConfigError, ConflictError, FieldError, NotFoundError, TokenbusError, shorten
 from ..front.admission import ParsedRequest
@@ -32,7 +33,7 @@ from ..front.settings import LiveSettings
 from ..host import PluginHost, Switches
 from ..messages import EngineInfo, StepReport
 from .open_requests import OpenRequests
-from .plan import SETTING, check, check_beside, make_plan
+from .plan import SETTING, Plan, check, check_beside, make_plan, plan_engines
 from .records import Event, Kind, experiment_dir
 from .running import Decision, Experiment
 from .state import load_secret, load_state, lock_state_dir, save_state, settings_hash
@@ -64,13 +65,36 @@ class SwitchedEngine(Protocol):
     async def set_settings(self, changes: Mapping[str, Any], who: str) -> None: ...
 
 
+class OwnEngine(SwitchedEngine, Protocol):
+    """What it needs of the engine that an arm has for its own."""
+
+    bus: Bus
+    config: Config
+    host: PluginHost
+    restarts: int
+
+    @property
+    def state(self) -> str: ...
+
+
 class Experiments:
     def __init__(
-        self, config: Config, host: PluginHost, client: SwitchedEngine, bus: Bus, *, now: Callable[[], float] = time.time
+        self,
+        config: Config,
+        host: PluginHost,
+        client: SwitchedEngine,
+        bus: Bus,
+        *,
+        engines: Mapping[str, OwnEngine] | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
-        """ConfigError when an experiment could never run here, or the state directory can't be used."""
+        """ConfigError when an experiment could never run here, or the state directory can't be used.
+
+        engines: of the experiment whose arms have engines of their own, by arm, the control's (`client`) among them; None: there are none
+        here, and such an experiment can't start."""
         self._host = host
         self._client = client
+        self._engines = engines or {}
         self._bus = bus
         self._now = now
         self._wake = anyio.Event()
@@ -91,6 +115,9 @@ class Experiments:
             SettingsChange: self._on_change,
         }  # fmt: skip
         self._listeners = [bus.listen(call, kind) for kind, call in told.items()] if self.all else []
+        for arm, engine in self._engines.items():
+            if engine is not client:
+                self._listeners += self._listen(arm, engine)
 
     def _load(self, config: Config) -> None:
         if config.server.state_dir is None:
@@ -113,6 +140,13 @@ class Experiments:
         finally:
             if len(self.all) < len(config.experiments):
                 os.close(self._lock_file)
+
+    def _listen(self, arm: str, engine: OwnEngine) -> list[Listener]:
+        return [
+            engine.bus.listen(partial(self._open.step, key=arm), StepReport),
+            engine.bus.listen(partial(self._on_engine, key=arm), EngineStarted),
+            engine.bus.listen(self._on_change, FeatureChange, SettingsChange),
+        ]
 
     # ---- life -------------------------------------------------------------------------------------------------------------------
 
@@ -157,7 +191,7 @@ class Experiments:
                     log.exception("experiment_not_started", experiment=experiment.name, error=error.message)
 
     def _resume_one(self, experiment: Experiment) -> None:
-        if why := experiment.resume(self._client.switches, self._client.settings.config):
+        if why := experiment.resume(partial(self._plan, experiment)):
             self._end(experiment, SERVER, why, self._now())
             return
         self._take_up(experiment)
@@ -235,7 +269,8 @@ class Experiments:
         if not decisions:
             return None
         label = ",".join(decision.label for decision in decisions)
-        return Overrides(label, {name: wish for decision in decisions for name, wish in decision.own.items()})
+        engine = next((decision.engine for decision in decisions if decision.engine), "")
+        return Overrides(label, {name: wish for decision in decisions for name, wish in decision.own.items()}, engine)
 
     def not_given(self, group: str) -> None:
         """Admission could not apply what `assign` said: the request runs without."""
@@ -249,8 +284,8 @@ class Experiments:
         """Nothing became of it: whoever sent it left before it was admitted."""
         self._open.dropped(group)
 
-    def _on_engine(self, started: EngineStarted) -> None:
-        self._open.engine_started(started)
+    def _on_engine(self, started: EngineStarted, key: str = "") -> None:
+        self._open.engine_started(started, key)
         for experiment in self._running:
             experiment.changed_at = self._now()
         self._wake.set()
@@ -260,6 +295,10 @@ class Experiments:
         for experiment in self.all.values():
             if change.who == _who(experiment):
                 experiment.applied = {name: self._stands(name) for name in experiment.applied}
+                continue
+            if experiment.running and experiment.plan.engines:
+                if self._plan(experiment).arms != experiment.plan.arms:
+                    self._end(experiment, SERVER, f"an engine was changed by {shorten(change.who)}", self._now())
                 continue
             touched = [name for name, was in experiment.applied.items() if self._stands(name) != was]
             experiment.applied = {name: was for name, was in experiment.applied.items() if name not in touched}
@@ -329,7 +368,12 @@ class Experiments:
 
     def view(self) -> dict[str, Any]:
         now = self._now()
-        return {name: experiment.view(now) for name, experiment in self.all.items()}
+        shown = {name: experiment.view(now) for name, experiment in self.all.items()}
+        for name, experiment in self.all.items():
+            if experiment.config.own_engines:
+                for arm, engine in self._engines.items():
+                    shown[name]["arms"][arm]["engine"] = _engine_view(engine)
+        return shown
 
     # ---- changes of state -------------------------------------------------------------------------------------------------------
 
@@ -337,13 +381,28 @@ class Experiments:
         name, config, state = experiment.name, experiment.config, experiment.state
         if experiment.running:
             raise ConflictError(f"experiment {name!r} is running (run {state.run}): stop it first")
-        plan = make_plan(name, config, self._host, self._client.switches, self._client.settings.config)
+        plan = self._plan(experiment)
         check_beside(name, config, plan, {other.name: (other.config, other.plan) for other in self._running}, self._host)
         state.status, state.run, state.started = "running", state.run + 1, self._now()
         state.traffic = config.traffic if traffic is None else traffic
         state.plan, state.off, state.reason, state.settings = plan, {}, "", settings_hash(config)
         self._take_up(experiment)
         self._note(experiment, who, "started")
+
+    def _plan(self, experiment: Experiment) -> Plan:
+        """As its arms would run from now on. ConflictError with the reason when they can't."""
+        config, engines = experiment.config, self._engines
+        if not config.own_engines:
+            return make_plan(experiment.name, config, self._host, self._client.switches, self._client.settings.config)
+        if engines.keys() != config.arms.keys():
+            raise ConflictError(f"experiment {experiment.name!r}: this server has no engines of its arms' own")
+        values = {
+            arm: {
+                key: setting.value for key, setting in live_settings.all_settings(engine.settings.config, engine.host).items()
+            }
+            for arm, engine in engines.items()
+        }
+        return plan_engines(config, {arm: engine.switches for arm, engine in engines.items()}, values)
 
     def _end(self, experiment: Experiment, who: str, reason: str, now: float) -> None:
         state = experiment.state
@@ -417,6 +476,18 @@ def _who(experiment: Experiment) -> str:
     return f"experiment {experiment.name}"
 
 
+def _engine_view(engine: OwnEngine) -> dict[str, Any]:
+    info = engine.info
+    return {
+        "state": engine.state,
+        "pid": None if info is None else info.pid,
+        "restarts": engine.restarts,
+        "cores": engine.config.model.cores,
+        "threads": engine.config.model.threads,
+        "kv_tokens": None if info is None else info.num_blocks * info.block_size,
+    }
+
+
 def _shares(experiment: Experiment) -> dict[str, float]:
     return {arm: 0.0 if arm in experiment.state.off else share for arm, share in experiment.plan.shares.items()}
 
@@ -434,4 +505,9 @@ def _check_traffic(experiment: Experiment, traffic: float | None) -> None:
     if experiment.config.sliced and traffic != 1:
         raise ConflictError(
             f"experiment {experiment.name!r} goes by time slices, which are everybody's: it can't take a part of traffic"
+        )
+    if experiment.config.own_engines and traffic != 1:
+        raise ConflictError(
+            f"experiment {experiment.name!r} has engines of its arms' own, and whoever is in no arm would be the control's to serve: "
+            "it can't take a part of traffic; use weights"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,20 @@ class _Ticket:
     decisions: Sequence[Decision]
     choices: int
     """Rows to come for each decision, reserved with its experiment's writer."""
+    engine: str
+    """Key of the engine that it goes to."""
     failures: int
-    """Allocation failures of all engines when it was admitted."""
+    """Allocation failures of all that engine's lives when it was admitted."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    """What is known of one engine, over its lives."""
+
+    pid: int = 0
+    life: int = 0
+    failures: int = 0
+    failures_of_life: int = 0
 
 
 class OpenRequests:
@@ -26,16 +39,15 @@ class OpenRequests:
         self._experiments = experiments
         self._tickets: dict[str, _Ticket] = {}
         """By API request."""
-        self._pid = 0
-        self._engine = 0
-        self._failures = 0
-        self._failures_of_engine = 0
+        self._engines: dict[str, _Engine] = defaultdict(_Engine)
+        """By the arm that has it for its own; "": the server's."""
 
     def admit(self, group: str, decisions: Sequence[Decision], choices: int) -> None:
         """Takes the place of what was decided about the same request before. Its rows have been reserved."""
         self.dropped(group)
         if decisions:
-            self._tickets[group] = _Ticket(decisions, choices, self._failures)
+            engine = next((decision.engine for decision in decisions if decision.engine), "")
+            self._tickets[group] = _Ticket(decisions, choices, engine, self._engines[engine].failures)
 
     def dropped(self, group: str) -> None:
         """There will be no row. Unknown ones are ignored."""
@@ -70,14 +82,16 @@ class OpenRequests:
             experiment = self._experiments[decision.experiment]
             experiment.writer.put(experiment.ended(decision, record, life))
 
-    def step(self, step: StepReport) -> None:
-        """The engine's count of allocation failures only grows, and begins anew with each engine."""
-        self._failures += max(0, step.allocation_failures - self._failures_of_engine)
-        self._failures_of_engine = step.allocation_failures
+    def step(self, step: StepReport, key: str = "") -> None:
+        """The engine's count of allocation failures only grows, and begins anew with each life."""
+        engine = self._engines[key]
+        engine.failures += max(0, step.allocation_failures - engine.failures_of_life)
+        engine.failures_of_life = step.allocation_failures
 
-    def engine_started(self, started: EngineStarted) -> None:
-        self._pid, self._engine = started.info.pid, started.restarts
-        self._failures_of_engine = 0
+    def engine_started(self, started: EngineStarted, key: str = "") -> None:
+        engine = self._engines[key]
+        engine.pid, engine.life, engine.failures_of_life = started.info.pid, started.restarts, 0
 
     def _life(self, ticket: _Ticket) -> Life:
-        return Life(self._pid, self._engine, self._failures - ticket.failures)
+        engine = self._engines[ticket.engine]
+        return Life(engine.pid, engine.life, engine.failures - ticket.failures)

@@ -2,7 +2,8 @@
 one can't be compared so. Pure: nothing is switched here.
 
 A switch of a plugin of scope "request" goes with the request, whatever the split. One of scope "step" is everybody's, and goes with the
-time slice; so does a live setting. One of scope "engine" needs a server of its own.
+time slice; so does a live setting. One of scope "engine" needs an engine of its own; with engines of their own (engines.py) arms may differ
+in all of them, and nothing is ever switched: each engine has been started with its arm's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..config import Config
 from ..errors import ConfigError, ConflictError, NotFoundError, TokenbusError
 from ..host import PluginHost, Switches
 from .config import ExperimentConfig, check_shape
+from .engines import check_settings
 
 SETTING = "setting:"
 """Before a setting's name, where switches and settings stand together."""
@@ -36,9 +38,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How the live ones stood."""
     shares: dict[str, float]
     """Of the arms, in order."""
+    engines: bool = False
+    """Each arm has an engine of its own, which has the arm's switches and settings."""
 
     def own(self, arm: str) -> dict[str, bool]:
         """The switches that go with a request."""
+        if self.engines:
+            return {}
         return {name: wish for name, wish in self.arms[arm].items() if name not in self.live}
 
     def everybodys(self, arm: str) -> dict[str, Any]:
@@ -54,6 +60,9 @@ def check(name: str, config: ExperimentConfig, host: PluginHost, server: Config)
     check_shape(name, config)
     if config.split == "key" and not server.server.api_key:
         raise ConfigError(f"experiments.{name}.split: no API keys are asked for here, so all requests would be of one key")
+    if config.own_engines:
+        _check_engines(name, config, host, server)
+        return
     for arm, settings in config.arms.items():
         if settings.settings and not config.sliced:
             raise ConfigError(f'experiments.{name}.arms.{arm}.settings: settings are everybody\'s: use split = "slice"')
@@ -66,6 +75,16 @@ def check(name: str, config: ExperimentConfig, host: PluginHost, server: Config)
                 raise ConfigError(f"experiments.{name}.arms.{arm}.features: {problem}")
 
 
+def _check_engines(name: str, config: ExperimentConfig, host: PluginHost, server: Config) -> None:
+    for arm, settings in config.arms.items():
+        check_settings(name, arm, settings.settings, server, host)
+        for plugin in settings.features:
+            try:
+                host.known(plugin)
+            except NotFoundError as error:
+                raise ConfigError(f"experiments.{name}.arms.{arm}.features: {error.message}") from None
+
+
 def _never(plugin: str, config: ExperimentConfig, host: PluginHost) -> str | None:
     try:
         host.known(plugin)
@@ -74,7 +93,7 @@ def _never(plugin: str, config: ExperimentConfig, host: PluginHost) -> str | Non
     info = host.info(plugin)
     if info.scope == "engine":
         return (
-            f"{plugin!r} is chosen at an engine's start (scope engine): compare two servers, each with equal cores and memory"
+            f'{plugin!r} is chosen at an engine\'s start (scope engine): give the arms engines of their own (engines = "own")'
         )
     if info.scope == "request":
         return None
@@ -116,10 +135,29 @@ def make_plan(name: str, config: ExperimentConfig, host: PluginHost, now: Switch
     )
 
 
+def plan_engines(config: ExperimentConfig, switches: Mapping[str, Switches], values: Mapping[str, Mapping[str, Any]]) -> Plan:
+    """The arms as their engines run them. switches and values (settings by name): of each arm's engine."""
+    on = {arm: switches[arm].on for arm in config.arms}
+    named = {plugin for settings in config.arms.values() for plugin in settings.features}
+    affected = sorted(named.union(*(mine ^ theirs for mine in on.values() for theirs in on.values())))
+    keys = sorted({key for settings in config.arms.values() for key in settings.settings})
+    return Plan(
+        arms={
+            arm: {plugin: plugin in on[arm] for plugin in affected} | {SETTING + key: values[arm][key] for key in keys}
+            for arm in config.arms
+        },
+        live=(),
+        before={},
+        shares=config.shares(),
+        engines=True,
+    )
+
+
 def _check_target(name: str, arm: str, host: PluginHost, on: frozenset[str], target: frozenset[str]) -> None:
     if host.kernels(target) != host.kernels(on):
         raise ConflictError(
-            f"experiment {name!r}, arm {arm!r}: another kernel set is taken only while no request is open: compare two servers"
+            f"experiment {name!r}, arm {arm!r}: another kernel set is taken only while no request is open: give the arms engines "
+            'of their own (engines = "own")'
         )
 
 
@@ -132,6 +170,10 @@ def check_beside(
     for other, (their_config, theirs) in others.items():
         if config.sliced and their_config.sliced:
             raise ConflictError(f"{name!r} and {other!r} both go by time slices: stop {other!r} first")
+        if (config.sliced and their_config.own_engines) or (config.own_engines and their_config.sliced):
+            raise ConflictError(
+                f"time slices switch one engine only, so {name!r} can't run beside {other!r}: stop {other!r} first"
+            )
         for plugin in sorted(mine):
             for their in sorted(theirs.arms[their_config.control_arm]):
                 if why := _tied(host, plugin, their):

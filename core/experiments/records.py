@@ -42,11 +42,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """request, user, key, header:NAME or slice."""
     shared_steps: bool = False
     """Requests of different arms ran in the same engine steps: what one arm costs, the others felt too."""
+    own_engine: bool = False
+    """Each arm has an engine of its own: requests of one time window depend on each other, and windows are the clusters."""
     unit: str = ""
     """Keyed hash of what the split goes by: a cluster of rows that are not independent. Of the API request for request, of the sticky value
     for user, key and header; "" for slice, where the slice is the cluster."""
     slice: int | None = None
-    """Number of the time slice in which it was admitted, counted from the run's start; None but for the split slice."""
+    """Number of the time slice (with engines of their own, of the time window) in which it was admitted, counted from the run's start; None
+    for other splits."""
     washout: bool = False
     """Touched by a change of slices: it arrived within the wash-out time of its slice's begin, or ended after its slice. Not to be
     compared."""
@@ -101,7 +104,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Engines that died while they had it."""
     engine_pid: int = 0
     engine: int = 0
-    """Which life of the engine, from 0, at the end."""
+    """Which life of the engine (of the arm's own, where it has one), from 0, at the end."""
 
     @property
     def cluster(self) -> str:

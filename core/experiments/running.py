@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import Config
 from ..errors import ConflictError, TokenbusError, status_of
 from ..front.admission import ParsedRequest
 from ..front.events import RequestRecord
-from ..host import PluginHost, Switches
+from ..host import PluginHost
 from ..params import asks_for_nothing
 from .assign import arm_of, slice_arm, slice_at, takes_part, unit_of
 from .config import EXCLUDED, ExperimentConfig
 from .guard import Window
-from .plan import SETTING, Plan, make_plan
+from .plan import SETTING, Plan
 from .records import MOST_GAPS, Event, Row
 from .state import State, settings_hash
 from .writer import RowWriter
@@ -46,6 +45,8 @@ class Decision:
     """Switches of the arm that go with the request."""
     label: str
     """NAME/ARM as clients, logs and metrics see it: the arm whose switches it has, or "excluded"."""
+    engine: str = ""
+    """The arm whose engine it goes to; "": the server's own, which is the control's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +120,14 @@ class Experiment:
 
     @property
     def shared_steps(self) -> bool:
-        return not self.config.sliced
+        return not (self.config.sliced or self.config.own_engines)
 
-    def resume(self, switches: Switches, server: Config) -> str:
-        """Go on with a run after a restart of the server, with these switches and settings; or why that can't be."""
+    def resume(self, make: Callable[[], Plan]) -> str:
+        """Go on with a run after a restart of the server, with the plan that would be made now; or why that can't be."""
         if self.state.settings != settings_hash(self.config):
             return "its settings were changed while the server was down: start it again"
         try:
-            fresh = make_plan(self.name, self.config, self._host, switches, server)
+            fresh = make()
         except ConflictError as error:
             return f"it can't go on: {error.message}"
         if fresh.arms != self.plan.arms or fresh.live != self.plan.live:
@@ -168,6 +169,8 @@ class Experiment:
             if not value or not takes_part(self.name, config.salt, value, state.traffic):
                 return None
             arm, unit = arm_of(self.name, config.salt, value, plan.shares), unit_of(self._secret, self.name, value)
+            if plan.engines:
+                index, washout = self.slice_now(now), now < self.changed_at + config.washout_seconds
         given = self.in_force(arm)
         own = plan.own(given)
         excluded = self._excluded(parsed, stands, given, washout=washout) or ("tripped" if given != arm else "")
@@ -186,6 +189,7 @@ class Experiment:
             config=plan.config(given),
             own={} if left_out else own,
             label=f"{self.name}/{EXCLUDED if left_out else given}",
+            engine=given if plan.engines and not left_out and given != config.control_arm else "",
         )
 
     def _value(self, parsed: ParsedRequest) -> str:
@@ -247,6 +251,7 @@ class Experiment:
             weight=decision.weight,
             split=self.config.split,
             shared_steps=self.shared_steps,
+            own_engine=self.config.own_engines,
             unit=decision.unit,
             slice=decision.slice,
             washout=decision.washout or (decision.slice_ends is not None and ended > decision.slice_ends),
@@ -271,20 +276,21 @@ class Experiment:
         tally.washout += row.washout
         tally.counted += row.counts
         tally.failed += row.failed
-        if not row.control:
-            self._windows[row.arm].note(row.ended, failed=row.failed, ttft=row.ttft, gaps=gaps)
+        self._windows[row.arm].note(row.ended, failed=row.failed, ttft=row.ttft, gaps=gaps)
 
     def passed_limits(self, now: float) -> dict[str, str]:
         """Arms to be switched off, and why."""
         arms = [arm for arm in self.config.arms if arm != self.config.control_arm and arm not in self.state.off]
-        return {arm: why for arm in arms if (why := self._windows[arm].problem(now)) is not None}
+        control = self._windows[self.config.control_arm]
+        return {arm: why for arm in arms if (why := self._windows[arm].problem(now, control)) is not None}
 
     def view(self, now: float) -> dict[str, Any]:
         """How it stands, as the API shows it."""
         state, config = self.state, self.config
         shown: dict[str, Any] = {
-            "status": state.status, "run": state.run, "split": config.split, "traffic": state.traffic, "control": config.control_arm,
-            "shared_steps": self.shared_steps, "arms": {arm: self._arm_view(arm, now) for arm in config.arms},
+            "status": state.status, "run": state.run, "split": config.split, "engines": config.engines, "traffic": state.traffic,
+            "control": config.control_arm, "shared_steps": self.shared_steps,
+            "arms": {arm: self._arm_view(arm, now) for arm in config.arms},
             "rows": {"written": self.writer.written, "pending": self.writer.pending, "bytes": self.writer.bytes},
             "unrecorded": self.unrecorded,
         }  # fmt: skip
@@ -315,8 +321,7 @@ class Experiment:
             "excluded": dict(tally.excluded),
             "failed": tally.failed,
         }
-        if arm != self.config.control_arm:
-            shown["recent"] = self._windows[arm].summary(now)
+        shown["recent"] = self._windows[arm].summary(now)
         if arm in self.state.off:
             shown["off"] = self.state.off[arm]
         return shown

@@ -46,6 +46,8 @@ def settings_hash(config: ExperimentConfig) -> str:
     """Of everything but the guard rails and limits: those may change while it runs."""
     arms = {name: [arm.weight, sorted(arm.features.items()), sorted(arm.settings.items())] for name, arm in config.arms.items()}
     parts = [arms, config.control_arm, config.split, config.salt, config.slice_seconds, config.washout_seconds]
+    if config.own_engines:
+        parts.append(config.engines)
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
 
 

@@ -1,14 +1,17 @@
-"""The audit trail: every live change of switches or settings, who made it, and every one that was refused. Listens to the front's bus.
+"""The audit trail: every live change of switches or settings, who made it, and every one that was refused; and what was done with
+experiments. Listens to the front's bus.
 
 One JSON object a line, the same in memory (`/v1/tokenbus/audit`) and, with `server.audit_file`, on disk:
 
     {"time": "2026-01-31T12:00:00.123456Z", "what": "features", "who": "admin key", "result": "applied",
      "asked": {"speculative.ngram": true}, "from": {"speculative.ngram": false}, "to": {"speculative.ngram": true}}
 
-what     features or settings
+what     features, settings or experiment
 who      "admin key", "loopback ADDRESS", "offline", "engine: plugin 'NAME' failed", or the experiment that did it
 result   applied: `from` and `to` say what changed, other plugins that had to go with it included; `because` says why those are off
          refused: nothing changed; `because` says why
+         started, ramped, stopped, rolled_back, tripped, slice_failed, resumed: of an experiment; `asked` has its name, its run, and where
+         there are some the arm concerned, the share of traffic and the arms' shares after it; `because` says why
 
 A file that has reached its size is renamed to FILE.1, FILE.1 to FILE.2 and so on; the oldest is deleted. Lines are written in order, by a
 thread of their own, so that a slow disk stops nobody; a line that can't be written is a loud line in the log.
@@ -29,6 +32,7 @@ import structlog
 from ..bus import Bus
 from ..config import ServerConfig
 from ..errors import ConfigError, plain_text
+from ..experiments.records import Event
 from ..host import Switches
 from .events import ChangeRefused, FeatureChange, SettingsChange
 
@@ -50,7 +54,7 @@ class AuditTrail:
             self._file = _RotatedFile(Path(config.audit_file), config.audit_file_mb * 2**20, config.audit_files_kept)
             self._entries.extend(self._file.tail())
             self._writer = ThreadPoolExecutor(1, thread_name_prefix="audit")
-        bus.listen(self._take, FeatureChange, SettingsChange, ChangeRefused)
+        bus.listen(self._take, FeatureChange, SettingsChange, ChangeRefused, Event)
 
     def last(self, count: int) -> list[dict[str, Any]]:
         """The newest entries, oldest first; those of earlier runs too, where there is a file."""
@@ -62,7 +66,7 @@ class AuditTrail:
         if writer is not None:
             writer.shutdown(wait=True)
 
-    def _take(self, event: FeatureChange | SettingsChange | ChangeRefused) -> None:
+    def _take(self, event: FeatureChange | SettingsChange | ChangeRefused | Event) -> None:
         entry = {"time": datetime.fromtimestamp(event.when, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")}
         match event:
             case FeatureChange():
@@ -79,6 +83,13 @@ class AuditTrail:
                     "asked": event.asked,
                     "because": event.reason,
                 }
+            case Event():
+                about = {"arm": event.arm, "traffic": event.traffic, "weights": event.weights}
+                asked = {"experiment": event.experiment, "run": event.run} | {
+                    key: value for key, value in about.items() if value
+                }
+                entry |= {"what": "experiment", "who": event.who, "result": event.kind, "asked": asked}
+                entry |= {"because": event.detail} if event.detail else {}
         entry = msgspec.to_builtins(entry)
         self._entries.append(entry)
         if self._writer is not None and self._file is not None:

@@ -19,6 +19,7 @@ from ..bus import Bus
 from ..config import Config
 from ..contexts import FrontContext
 from ..errors import (
+    ConflictError,
     ErrorInfo,
     OverloadedError,
     RequestError,
@@ -45,7 +46,7 @@ from ..messages import (
 )
 from ..request import AdmittedRequest
 from .calls import Call
-from .events import EngineDied, EngineStarted, LoopLag
+from .events import ChangeRefused, EngineDied, EngineStarted, LoopLag
 from .journal import Journal
 from .plugins import Hold
 from .recovery import Recovery
@@ -73,13 +74,22 @@ class EngineClient:
     """One engine, through all its lives. Everything runs on the event loop that runs `run`."""
 
     def __init__(
-        self, config: Config, bus: Bus, host: PluginHost, switches: Switches, *, command: Sequence[str] = ENGINE
+        self,
+        config: Config,
+        bus: Bus,
+        host: PluginHost,
+        switches: Switches,
+        *,
+        command: Sequence[str] = ENGINE,
+        fixed: str = "",
     ) -> None:
-        """host: role "front". switches: what is on at start. command: what starts an engine process."""
+        """host: role "front". switches: what is on at start. command: what starts an engine process. fixed: why switches and settings can't
+        change live, if they can't."""
         self.config = config
         self.bus = bus
         self.host = host
         self.state: State = "starting"
+        self._fixed = fixed
         self.info: EngineInfo | None = None
         """The engine's description; None before the first start succeeded. That of the last life while it restarts."""
         self.restarts = 0
@@ -299,6 +309,7 @@ class EngineClient:
         Raises NotFoundError for an unknown plugin, ConflictError with the reason when refused, UnavailableError without an engine.
         Then nothing has changed. who: for the log and the bus. Cancelled while it waits: the change may come about all the same.
         """
+        self._refuse_if_fixed("features", changes, who)
         return await self._change(self._switches.begin(self._next_call_id(), changes, who), self._switches)
 
     async def set_settings(self, changes: Mapping[str, Any], who: str) -> None:
@@ -306,7 +317,13 @@ class EngineClient:
 
         Raises what `live_settings.check` raises, UnavailableError without an engine; then nothing has changed. Cancelled while it waits:
         the change may come about all the same."""
+        self._refuse_if_fixed("settings", changes, who)
         await self._change(self.settings.begin(self._next_call_id(), changes, who), self.settings)
+
+    def _refuse_if_fixed(self, what: Literal["features", "settings"], changes: Mapping[str, Any], who: str) -> None:
+        if self._fixed:
+            self.bus.publish(ChangeRefused(what, dict(changes), self._fixed, who, time.time()))
+            raise ConflictError(self._fixed)
 
     async def _change(self, message: SetFeatures | SetSettings, owner: FrontSwitches | LiveSettings) -> Any:
         try:

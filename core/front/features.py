@@ -25,6 +25,8 @@ class Overrides(msgspec.Struct, frozen=True):
     arm: str
     """Its name, as shown in `x-tokenbus-arm`, records and logs."""
     features: dict[str, bool] = {}
+    engine: str = ""
+    """The arm whose own engine it goes to; "": the server's."""
 
 
 class FeatureState(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import gc
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import anyio
@@ -22,6 +23,7 @@ from ..bus import Bus
 from ..config import Config
 from ..errors import ConfigError, TokenbusError
 from ..experiments.controller import Experiments
+from ..experiments.engines import engine_configs, experiment_with_engines
 from ..host import make_host
 from ..models.resolve import ResolvedModel, resolve
 from .client import EngineClient
@@ -82,42 +84,79 @@ class _Signals:
 async def _serve(config: Config) -> int:
     phases = Phases()
     with phases.during("front: plugins"):
-        host = make_host("front", config)
-        switches = host.start_switches(config.features.enable, config.features.disable)
-        check_client_features(config.server.client_features, host)
-        check_pool(config, host, switches)
-    bus = Bus()
-    client = EngineClient(config, bus, host, switches)
-    experiments = Experiments(config, host, client, bus)
+        engines = _engines(config)
+    client = engines.server
+    experiments = Experiments(client.config, client.host, client, client.bus, engines=engines.of_arms)
     signals = _Signals()
     async with anyio.create_task_group() as tasks:
         await tasks.start(signals.watch, tasks.cancel_scope)
-        await tasks.start(client.run)
-        await tasks.start(experiments.run)
-        async with _http(config, client, experiments, phases) as address:
-            info = await client.wait_ready()
+        for engine in engines.all:
+            await tasks.start(engine.run)
+        async with _http(engines, experiments, phases, tasks) as address:
+            for engine in engines.all:
+                await engine.wait_ready()
             signals.serving = True
-            phases.print_report(info, address)
+            phases.print_report(await client.wait_ready(), address)
             gc.collect()
             gc.freeze()  # what start-up made lives on: the collector need not look at it again
             await signals.asked.wait()
-            log.info("draining", open_requests=client.open_requests, seconds=config.server.drain_seconds)
-            await client.drain(config.server.drain_seconds)
-        await client.close()
+            open_requests = sum(engine.open_requests for engine in engines.all)
+            log.info("draining", open_requests=open_requests, seconds=config.server.drain_seconds)
+            async with anyio.create_task_group() as drains:
+                for engine in engines.all:
+                    drains.start_soon(engine.drain, config.server.drain_seconds)
+        async with anyio.create_task_group() as closes:
+            for engine in engines.all:
+                closes.start_soon(engine.close)
         log.info("ended")
         tasks.cancel_scope.cancel()
     return signals.code
 
 
+@dataclass(frozen=True)
+class _Engines:
+    server: EngineClient
+    of_arms: dict[str, EngineClient]
+    """Of the experiment whose arms have engines of their own, by arm; the control's is the server's. Empty where there is none."""
+
+    @property
+    def all(self) -> tuple[EngineClient, ...]:
+        return tuple(self.of_arms.values()) or (self.server,)
+
+
+def _engines(config: Config) -> _Engines:
+    """Not started yet. ConfigError when they can't be as they are asked for."""
+    host = make_host("front", config)
+    check_client_features(config.server.client_features, host)
+    name = experiment_with_engines(config)
+    if name is None:
+        switches = host.start_switches(config.features.enable, config.features.disable)
+        check_pool(config, host, switches)
+        return _Engines(EngineClient(config, Bus(), host, switches), {})
+    fixed = f"switches and settings are those of experiment {name!r}, whose arms have engines of their own: restart with others"
+    made: dict[str, EngineClient] = {}
+    for arm, of_arm in engine_configs(name, config, host).items():
+        host = make_host("front", of_arm)
+        try:
+            switches = host.start_switches(of_arm.features.enable, of_arm.features.disable)
+        except ConfigError as error:
+            raise ConfigError(f"experiments.{name}.arms.{arm}.features: {error.message}") from None
+        made[arm] = EngineClient(of_arm, Bus(), host, switches, fixed=fixed)
+    return _Engines(made[config.experiments[name].control_arm], made)
+
+
 @asynccontextmanager
-async def _http(config: Config, client: EngineClient, experiments: Experiments, phases: Phases) -> AsyncIterator[str]:
-    """The HTTP server; the value is its address. It answers before the engine is ready: /ready and requests with 503."""
+async def _http(engines: _Engines, experiments: Experiments, phases: Phases, tasks: anyio.abc.TaskGroup) -> AsyncIterator[str]:
+    """The HTTP server; the value is its address. It answers before the engine is ready: /ready and requests with 503. Experiments run in
+    `tasks` from then on."""
     with phases.during("front: HTTP modules"):  # while the engine process starts
         from ..api import admin, misc
         from ..api.app import Routes, make_app
         from ..api.auth import Gate
         from ..api.connection import make_runner
         from .service import Service, load_text_parts
+    client = engines.server
+    config = client.config
     gate = Gate(config.server)
     with phases.during("front: tokenizer, template"):
         model: ResolvedModel = await anyio.to_thread.run_sync(resolve, config.model.model)
@@ -132,7 +171,9 @@ async def _http(config: Config, client: EngineClient, experiments: Experiments, 
         tokenizer=tokenizer,
         template=template,
         experiments=experiments,
+        engines=engines.of_arms,
     )
+    await tasks.start(experiments.run)  # the audit trail hears what becomes of them
     routes = Routes(service)
     misc.add_routes(routes)
     admin.add_routes(routes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..bus import Bus
@@ -26,6 +26,14 @@ from .tokenizer import Tokenizer, load_tokenizer
 from .tools import check_tools
 
 
+@dataclass(frozen=True)
+class Lane:
+    """One engine and how requests get there."""
+
+    client: EngineClient
+    admitter: Admitter
+
+
 class Service:
     """One model, served. Made once; everything runs on the event loop."""
 
@@ -40,7 +48,9 @@ class Service:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         experiments: Experiments | None = None,
+        engines: Mapping[str, EngineClient] | None = None,
     ) -> None:
+        """client: the server's engine. engines: of the arms that have one for their own, by arm, `client` among them."""
         self.config = config
         self.host = host
         self.client = client
@@ -52,16 +62,32 @@ class Service:
         self.template = template
         self.experiments = experiments
         """None: requests are in no experiments (offline use)."""
-        self._admitter = Admitter(
-            config,
-            host,
-            switches=lambda: client.switches,
-            info=lambda: client.info,
-            tokenize=lambda text: tokenizer.encode_now(text, add_special_tokens=False),
-            vocabulary=tokenizer.vocabulary,
-        )
+        self._main = self._lane(client)
+        self._lanes = {"": self._main}
+        """By the arm whose own engine it is."""
+        for arm, engine in (engines or {}).items():
+            self._lanes[arm] = self._main if engine is client else self._lane(engine)
         self.audit = AuditTrail(config.server, bus)
         self._pool = PreparePool(lambda: client.settings.config.scheduler.max_waiting)
+
+    def _lane(self, client: EngineClient) -> Lane:
+        admitter = Admitter(
+            client.config,
+            client.host,
+            switches=lambda: client.switches,
+            info=lambda: client.info,
+            tokenize=lambda text: self.tokenizer.encode_now(text, add_special_tokens=False),
+            vocabulary=self.tokenizer.vocabulary,
+        )
+        return Lane(client, admitter)
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether requests are taken by every engine, and all make progress; and if not, why."""
+        for arm, lane in self._lanes.items():
+            is_ready, reason = lane.client.ready()
+            if not is_ready:
+                return False, f"arm {arm!r}: {reason}" if arm else reason
+        return True, "ok"
 
     def close(self) -> None:
         """At the end: what is still to be written is. Idempotent."""
@@ -105,13 +131,14 @@ class Service:
         `EngineClient.submit` raise."""
         if self.experiments is not None:
             parsed.overrides = self.experiments.assign(parsed)
+        lane = self._main if parsed.overrides is None else self._lanes[parsed.overrides.engine]
         try:
-            with self.client.hold_plugins() as hold:
-                admission = self._admitter.admit(parsed, hold)
+            with lane.client.hold_plugins() as hold:
+                admission = lane.admitter.admit(parsed, hold)
                 if admission.table.prepare_fields:
-                    admission = await self._pool.run(self._admitter.prepare, admission)
+                    admission = await self._pool.run(lane.admitter.prepare, admission)
                 readers = make_readers(admission, self.tokenizer, self.template)
-                streams = self.client.submit(admission.requests)
+                streams = lane.client.submit(admission.requests)
         except BaseException as error:
             self._not_admitted(parsed, error)
             raise

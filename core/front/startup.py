@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..columns import columns
 from ..config import Config
 from ..errors import ConfigError, NotFoundError
 from ..host import PluginHost, Switches
@@ -70,9 +71,8 @@ class Phases:
 
     def print_report(self, info: EngineInfo, address: str) -> None:
         total = time.time() - self.began
-        rows = {**self.seconds, **{f"engine: {name}": seconds for name, seconds in info.phases.items()}}
-        width = max(map(len, rows))
-        lines = [f"{'phase':<{width}}  seconds", *(f"{name:<{width}}  {seconds:7.2f}" for name, seconds in rows.items())]
+        taken = {**self.seconds, **{f"engine: {name}": seconds for name, seconds in info.phases.items()}}
+        lines = columns([("phase", "seconds"), *((name, f"{seconds:.2f}") for name, seconds in taken.items())], numbers=True)
         lines += ["", *memory_lines(info), "", f"ready in {total:.1f} s: {info.model} ({info.dtype}) at {address}"]
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..cgroups import CGROUP, SELF, ancestors, own_cgroups
+from ..columns import columns
 from ..config import CacheConfig
 from ..errors import ConfigError
 
@@ -53,10 +54,8 @@ class MemoryPlan:
         ]
 
     def table(self) -> str:
-        """The rows as aligned text, one a line."""
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        """The rows as text, one a line."""
+        return "\n".join(columns(self.rows()))
 
 
 def plan(free_bytes: int, kv_bytes_per_token: int, weights_bytes: int, cache: CacheConfig, max_model_len: int) -> MemoryPlan:

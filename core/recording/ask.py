@@ -51,7 +51,8 @@ def simulate(history: History, wishes: Sequence[str], catalogue: Mapping[str, ty
                 "take is a guess"
             )
     budgets = {one.step.budget for one in history.steps}
-    if len(budgets) > 1:
+    told = any("scheduler.token_budget" in change.values for change in history.changes)
+    if len(budgets) > 1 and not told:  # by a version that didn't write such changes down
         notices.append(
             f"the token budget was changed while this was recorded, between {min(budgets)} and {max(budgets)}; the simulation keeps to the "
             "one that was set at the start"

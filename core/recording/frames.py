@@ -1,6 +1,6 @@
 """What a recording consists of. Times are seconds since the recording began (`Header.created`); requests go by a serial number.
 
-    shape   Header, then Arrival, Step, End                     lengths, times, plans, keyed hashes; no token id, no text
+    shape   Header, then Arrival, Step, End, Configured         lengths, times, plans, keyed hashes; no token id, no text
     full    the same, and Opened, Ordered, Given beside them    everything that a worker needs to run the same steps again
 
 Frames other than the header are arrays on the wire, told apart by their first element; new fields are added at the end, with defaults.
@@ -147,4 +147,11 @@ class Given(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Requests that failed alone."""
 
 
-Frame = Arrival | Step | End | Opened | Ordered | Given
+class Configured(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Live settings were changed: of the scheduler and of plugins, by name ("scheduler.token_budget")."""
+
+    at: float
+    values: dict[str, Any]
+
+
+Frame = Arrival | Step | End | Opened | Ordered | Given | Configured

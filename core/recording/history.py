@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .file import RecordingError, RecordingFile
-from .frames import Arrival, End, Header, Step
+from .frames import Arrival, Configured, End, Header, Step
 from .step_time import Run
 
 
@@ -56,6 +56,8 @@ class History:
     steps: list[StepRecord]
     """Those that gave a result."""
     notices: list[str]
+    changes: list[Configured] = field(default_factory=list)
+    """Live changes of settings, in order."""
 
     @property
     def seconds(self) -> float:
@@ -82,6 +84,8 @@ def read(paths: Sequence[str | Path]) -> History:
                     reader.step(frame)
                 case End():
                     reader.end(frame)
+                case Configured():
+                    reader.history.changes.append(frame)
     history = reader.history
     history.notices += [notice for file in files for notice in file.notices]
     return history

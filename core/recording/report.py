@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..columns import columns
 from .simulate import Course
 
 PERCENTILES = (50, 95, 99)
@@ -56,19 +57,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def table(columns: dict[str, dict[str, float]]) -> list[str]:
+def table(runs: dict[str, dict[str, float]]) -> list[str]:
     """Lines of text: a row for each number, a column for each run."""
-    rows: list[tuple[str, ...]] = [("", *columns)]
-    names = list(dict.fromkeys(name for column in columns.values() for name in column))
+    rows: list[tuple[str, ...]] = [("", *runs)]
+    names = list(dict.fromkeys(name for run in runs.values() for name in run))
     for name in names:
         latency, _, percent = name.partition("_p")
         label = f"{LATENCIES[latency]}, P{percent}" if latency in LATENCIES else name.replace("_", " ")
-        rows.append((label, *(_cell(name, column.get(name)) for column in columns.values())))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns) + 1)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+        rows.append((label, *(_cell(name, run.get(name)) for run in runs.values())))
+    return columns(rows, numbers=True)
 
 
 def _cell(name: str, value: float | None) -> str:

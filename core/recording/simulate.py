@@ -2,7 +2,7 @@
 
 A virtual clock stands for the time: a step takes what `StepTimes` says, requests arrive when they did (also while a step "computes"), and
 whoever was cancelled from outside is cancelled at the same output token; who gave up without having got one, at the same time. Live
-switches of the recording are made again when they were.
+switches and settings of the recording are changed again when they were.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from .. import live_settings
 from ..bus import Bus
 from ..contexts import EngineContext
 from ..errors import PluginError
@@ -104,6 +106,7 @@ class Simulation:
         self._pool = BlockPool(config.cache.num_blocks or header.num_blocks, config.cache.block_size)
         self._context = EngineContext(bus=Bus(), config=config, pool=self._pool, switches=lambda: self._scheduler.switches)
         self._started(on.on)
+        self._changes = deque(history.changes)
         self._scheduler = Scheduler(
             config,
             max_model_len=header.max_model_len,
@@ -205,6 +208,20 @@ class Simulation:
             target = self._questions.switches(features or (), self._ask)
             self._started(self._host.load(target.on))
             self._scheduler.apply_switches(Switches(target.on), self._wall(now))
+        while self._changes and self._changes[0].at <= now:
+            self._configure(self._changes.popleft().values)
+
+    def _configure(self, values: Mapping[str, Any]) -> None:
+        """A live change of settings, but for those that were asked for otherwise."""
+        kept = {name: value for name, value in values.items() if name not in self._ask.asked and self._plays(name)}
+        self._context.config = config = live_settings.with_values(self._context.config, kept)
+        live_settings.apply_to_plugins(config, self._host, kept)
+        self._scheduler.configure(config.scheduler)
+
+    def _plays(self, name: str) -> bool:
+        """Whether a setting has a part in the simulation."""
+        section, _, rest = name.partition(".")
+        return section == "scheduler" or rest.rpartition(".")[0] in self._questions.simulated
 
     # ---- the worker's part ------------------------------------------------------------------------------------------------------
 

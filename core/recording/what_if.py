@@ -47,6 +47,8 @@ class WhatIf:
     changes: dict[str, bool] = field(default_factory=dict)
     drafts: bool = True
     """Whether the recorded drafts are proposed."""
+    asked: frozenset[str] = frozenset()
+    """Settings that are as asked for, whatever live change the recording has of them ("scheduler.token_budget")."""
 
 
 class Questions:
@@ -78,21 +80,25 @@ class Questions:
         base = self.as_recorded()
         data: dict[str, Any] = msgspec.to_builtins(base.config)
         changes: dict[str, bool] = {}
+        asked: set[str] = set()
         for wish in wishes:
             key, equals, text = (part.strip() for part in wish.partition("="))
             if not (key and equals and text):
                 raise RecordingError(f"--set {wish}: must be NAME=VALUE")
             section = self._section(key)
             if section:
-                data = merge(data, {section: self._size(wish, section, key.rpartition(".")[2], text)})
+                name = key.rpartition(".")[2]
+                data = merge(data, {section: self._size(wish, section, name, text)})
+                asked.add(f"{section}.{name}")
             elif key in self.host.catalogue:
                 changes[key] = self._switch(wish, key, text)
             else:
                 plugin, _, name = key.rpartition(".")
                 data = merge(data, {"plugins": {plugin: {name: self._setting(wish, plugin, name, text)}}})
+                asked.add(f"plugins.{key}")
         config = from_mapping(data, "--set")
         drafts = self._drafts(changes)
-        return WhatIf(config, {name: on for name, on in changes.items() if name in self.simulated}, drafts)
+        return WhatIf(config, {name: on for name, on in changes.items() if name in self.simulated}, drafts, frozenset(asked))
 
     def _section(self, key: str) -> str:
         """Of the configuration, when it is one of core's settings."""

@@ -9,7 +9,8 @@ A plugin is in one of three states here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import structlog
 
@@ -30,6 +31,7 @@ class LiveSwitches:
         self._host = host
         self._batch = batch
         self._announcement: tuple[str, ...] | None = None
+        self._settings: dict[str, dict[str, Any]] = {}
         self.engine_hooks: HookTable = host.table(switches.on)
         """Implementations of engine-wide hooks, those of lingering plugins included."""
         batch.pool.on_evict = self._on_evict
@@ -175,6 +177,15 @@ class LiveSwitches:
 
     def take_announcement(self) -> tuple[str, ...] | None:
         told, self._announcement = self._announcement, None
+        return told
+
+    def announce_settings(self, settings: Mapping[str, Mapping[str, Any]], *, again: bool = False) -> None:
+        """The next step tells the worker these settings of plugins. again: they are older than what waits to be told."""
+        told = {name: dict(values) for name, values in settings.items()}
+        self._settings = told | self._settings if again else self._settings | told
+
+    def take_settings(self) -> dict[str, dict[str, Any]]:
+        told, self._settings = self._settings, {}
         return told
 
     def _on_evict(self, block: int) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from ..config import Config, SchedulerConfig
 from ..errors import ErrorInfo, PluginError, TokenbusError
@@ -130,6 +131,7 @@ class Scheduler:
             drafts=self._builder.drafts,
             dropped=dropped,
             features=self.live.take_announcement(),
+            settings=self.live.take_settings(),
         )
         self._in_flight = order
         return plan, order
@@ -271,6 +273,7 @@ class Scheduler:
             self._lost_drops = list(self._in_flight.dropped)
             if self._in_flight.features is not None:
                 self.live.announce()
+            self.live.announce_settings(self._in_flight.settings, again=True)
             self._in_flight = None
         for request_id in plan.num_tokens:
             self.fail(request_id, error, now)
@@ -329,9 +332,10 @@ class Scheduler:
         """
         return self.live.apply(new, time.time() if now is None else now)
 
-    def configure(self, config: SchedulerConfig) -> None:
-        """Between two steps: other limits from the next one on."""
+    def configure(self, config: SchedulerConfig, plugins: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        """Between two steps: other limits from the next one on. plugins: settings of plugins that the worker must be told of."""
         self._builder.configure(config)
+        self.live.announce_settings(plugins or {})
 
     # ---- checks -----------------------------------------------------------------------------------------------------------------
 

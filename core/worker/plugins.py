@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
 from ..errors import TokenbusError, plain_text
@@ -66,6 +68,11 @@ class WorkerPlugins:
         self.host.load(features)
         old, self.features = self.features, frozenset(features)
         return old
+
+    def configure(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Settings that were changed live, as written, by plugin."""
+        for name, values in settings.items():
+            self.host.set_settings(name, values, msgspec.convert(values, self.host.catalogue[name].Settings))
 
     def move(self, request: WorkerRequestState, before: frozenset[str]) -> list[Impl]:
         """Bring a running request from the switches `before` to the present ones, as far as they reach it (`host.after_switch`).

@@ -276,6 +276,7 @@ class ModelRunner:
             self._requests.pop(request_id, None)
             self._failed.pop(request_id, None)
             self.plugins.removed(request_id)
+        self.plugins.configure(order.settings)
         for new in order.new:
             self._add(new, result)
         for request_id, blocks in order.new_blocks.items():

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from ...core.messages import StepOutput
+from ...core.messages import SetSettings, StepOutput
 from ...core.plan import StepInput, StepPlan, WorkerRequest
 from ...core.plugin import Plugin, PluginInfo, hookimpl
 from ...core.recording.frames import Level
-from .notes import Ended, Joined, Ran
+from .notes import Configured, Ended, Joined, Ran
 
 if TYPE_CHECKING:
     from ...core.bus import Listener
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ...core.plan import StepResult
     from ...core.request import Request
     from .writer import WriterThread
+
+
+HEARD = (StepPlan, StepInput, StepOutput, SetSettings)
 
 
 class RecorderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +69,7 @@ class Recorder(Plugin):
 
         self._engine = engine
         self._writer = WriterThread(engine, self.settings)
-        self._listener = engine.bus.listen(self._hear, StepPlan, StepInput, StepOutput, backlog=self._writer.backlog)
+        self._listener = engine.bus.listen(self._hear, *HEARD, backlog=self._writer.backlog)
 
     @hookimpl
     def engine_stopped(self) -> None:
@@ -104,8 +107,10 @@ class Recorder(Plugin):
         if self._order is not None:
             self._ran(result, seconds)
 
-    def _hear(self, event: StepPlan | StepInput | StepOutput) -> None:
+    def _hear(self, event: StepPlan | StepInput | StepOutput | SetSettings) -> None:
         match event:
+            case SetSettings():
+                self._writing().put(Configured(self._writing().now(), event.values))
             case StepPlan():
                 self._plan, self._planned_at = event, self._writing().now()
             case StepInput():

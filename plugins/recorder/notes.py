@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ...core.messages import Finish
@@ -42,4 +42,12 @@ class Ended:
     """Prompt and output; None when the recorder did not know the request."""
 
 
-Note = Joined | Ran | Ended
+@dataclass(frozen=True, slots=True)
+class Configured:
+    """Live settings were changed."""
+
+    at: float
+    values: dict[str, Any]
+
+
+Note = Joined | Ran | Ended | Configured

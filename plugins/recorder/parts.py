@@ -13,10 +13,11 @@ import msgspec
 import structlog
 
 from ...core.recording.file import SUFFIX, RecordingWriter
-from ...core.recording.frames import Arrival, End, Given, Header, Opened, Ordered, Step
+from ...core.recording.frames import Arrival, Configured, End, Given, Header, Opened, Ordered, Step
 from ...core.recording.hashing import KeyedHash
 from ...core.recording.identity import layers, model_hash, version
 from ...core.recording.tracker import WorkerTracker
+from . import notes
 from .notes import Ended, Joined, Note, Ran
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ class Parts:
                 self._ran(note)
             case Ended():
                 self._ended(note)
+            case notes.Configured():
+                self._configured(note)
         if self._file.size >= self._limit:
             self._next_part()
 
@@ -216,6 +219,24 @@ class Parts:
                 preemptions=finish.preemptions,
             )
         )
+
+    def _configured(self, note: notes.Configured) -> None:
+        """In the header of the next part, and in a frame of this one."""
+        config = {section: dict(values) for section, values in self._header.config.items()}
+        kept = {}
+        for name, value in note.values.items():
+            section, _, rest = name.partition(".")
+            plugin, _, field = rest.rpartition(".")
+            if section == "scheduler":
+                config["scheduler"][rest] = value
+            elif section == "plugins" and plugin != "recorder":
+                config["plugins"][plugin] = {**config["plugins"].get(plugin, {}), field: value}
+            else:
+                continue
+            kept[name] = value
+        if kept:
+            self._header = msgspec.structs.replace(self._header, config=config)
+            self._file.write(Configured(note.at, kept))
 
 
 def _numbers(fields: dict[str, Any]) -> dict[str, int | float | bool | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 import time
@@ -63,6 +64,7 @@ class WriterThread:
         if self._put == 0:
             switches = self._engine.switches()
             self._on = () if switches is None else switches.names()
+            self._engine = copy.copy(self._engine)  # with the settings that hold now
             self._thread.start()
         self._put += 1
         self._queue.put(note)
@@ -111,7 +113,9 @@ class WriterThread:
 
     def _write(self, notes: list[Note], *, flush: bool, close: bool) -> None:
         if self._parts is None and notes:
-            self._parts = Parts(self._settings, make_header(self._engine, self._settings, self._created, self._on))
+            self._parts = Parts(
+                self._settings, make_header(self._engine, self._settings, self._created, self._on)
+            )
         if self._parts is not None:
             for note in notes:
                 self._parts.write(note)

@@ -19,12 +19,13 @@ from tokenbus.core.api.app import Routes, make_app
 from tokenbus.core.api.auth import Gate
 from tokenbus.core.api.connection import make_runner
 from tokenbus.core.bus import Bus
-from tokenbus.core.config import from_mapping
+from tokenbus.core.config import Config, from_mapping
 from tokenbus.core.experiments.controller import Experiments
+from tokenbus.core.experiments.engines import engine_configs, experiment_with_engines
 from tokenbus.core.front.chat import ChatTemplate
 from tokenbus.core.front.events import FeatureChange, RequestRecord, RequestRefused
 from tokenbus.core.front.service import Service
-from tokenbus.core.host import make_host
+from tokenbus.core.host import PluginHost, make_host
 
 sys.path.insert(0, str(Path(__file__).parent))  # the kits
 
@@ -137,9 +138,13 @@ class ApiClient:
 class Harness(ApiClient):
     """A server over the fake engine, and a client of it."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, service: Service, engine: Any) -> None:
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, service: Service, engine: Any, engines: dict[str, Any]
+    ) -> None:
         super().__init__(url, session)
         self.service, self.engine = service, engine
+        self.engines = engines
+        """By arm, for an experiment whose arms have engines of their own."""
         self.tokenizer = service.tokenizer
         self.records: list[RequestRecord] = []
         self.refusals: list[RequestRefused] = []
@@ -189,15 +194,31 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
     ) -> AsyncIterator[Harness]:
         tokenizer = tokenizer or default
         config = from_mapping(settings or {}, "test")
-        host = make_host("front", config)
-        switches = host.start_switches(config.features.enable, config.features.disable)
-        bus = Bus()
+        host, bus = make_host("front", config), Bus()
         eos = tokenizer.markers[tiny.END]
-        engine = fake.FakeEngineClient(config, bus, host, switches, vocab_size=261, max_model_len=512, eos=eos)
+
+        def fake_engine(config: Config, host: PluginHost, bus: Bus) -> Any:
+            switches = host.start_switches(config.features.enable, config.features.disable)
+            return fake.FakeEngineClient(config, bus, host, switches, vocab_size=261, max_model_len=512, eos=eos)
+
+        engine, engines = fake_engine(config, host, bus), {}
+        if (own := experiment_with_engines(config)) is not None:
+            configs = engine_configs(own, config, host)
+            engines = {arm: fake_engine(one, make_host("front", one), Bus()) for arm, one in configs.items()}
+            engine = engines[config.experiments[own].control_arm]
+            config, host, bus = engine.config, engine.host, engine.bus
         made = None if template is None else ChatTemplate(template, tokenizer)
-        experiments = Experiments(config, host, engine, bus)
+        experiments = Experiments(config, host, engine, bus, engines=engines)
         service = Service(
-            config, host, engine, bus, model_name="tiny", tokenizer=tokenizer, template=made, experiments=experiments
+            config,
+            host,
+            engine,
+            bus,
+            model_name="tiny",
+            tokenizer=tokenizer,
+            template=made,
+            experiments=experiments,
+            engines=engines,
         )
         routes = Routes(service)
         misc.add_routes(routes)
@@ -205,13 +226,14 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
         app = make_app(service, routes, Gate(config.server))
         runner = make_runner(app, 0.1)
         async with anyio.create_task_group() as tasks:
-            await tasks.start(engine.run)
+            for one in engines.values() or (engine,):
+                await tasks.start(one.run)
             await tasks.start(experiments.run)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
             url = f"http://127.0.0.1:{runner.addresses[0][1]}"
             async with aiohttp.ClientSession() as session:
-                yield Harness(url, session, service, engine)
+                yield Harness(url, session, service, engine, engines)
             await runner.cleanup()
             service.close()
             tasks.cancel_scope.cancel()

@@ -31,7 +31,7 @@ class Running:
 class FakeEngineClient:
     def __init__(self, config, bus, host, switches, *, vocab_size: int, max_model_len: int, eos: int) -> None:
         self.config, self.bus, self.host, self.switches = config, bus, host, switches
-        self.state = "ready"
+        self.state, self.restarts = "ready", 0
         self.settings = LiveSettings(config, host, bus)
         self.refusing: dict[str, Any] = {}
         self.info: EngineInfo | None = EngineInfo(

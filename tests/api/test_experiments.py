@@ -53,6 +53,19 @@ async def test_an_arm_is_in_header_body_engine_record_and_row_and_stays(serve, t
     assert all(row.counts and row.completion_tokens == 5 and row.ttft is not None and row.e2e >= row.ttft for row in rows)
 
 
+async def test_what_is_done_with_an_experiment_is_in_the_audit_trail(serve, tmp_path):
+    async with serve(settings(tmp_path)) as api:
+        for action, more in (("ramp", {"traffic": 0.5}), ("rollback", {}), ("stop", {})):
+            assert (await api.call("POST", PATH, {"name": "cache", "action": action, **more})).status == 200
+        entries = (await api.call("GET", "/v1/tokenbus/audit?last=10")).body["entries"]
+    found = [entry for entry in entries if entry["what"] == "experiment"]
+    assert [entry["result"] for entry in found] == ["started", "ramped", "rolled_back", "stopped"]
+    assert found[1]["asked"] == {"experiment": "cache", "run": 1, "traffic": 0.5, "weights": {"on": 0.5, "off": 0.5}}
+    assert found[2]["asked"]["weights"] == {"on": 0.5, "off": 0.0}
+    assert found[3]["because"].startswith("stopped by loopback ")
+    assert [entry["who"].split()[0] for entry in found] == ["server", *["loopback"] * 3]
+
+
 async def test_a_stream_and_a_chat_say_their_arm(serve, tmp_path):
     async with serve(settings(tmp_path)) as api:
         events = await api.stream_completion("hello", user="u1")

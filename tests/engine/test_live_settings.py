@@ -53,6 +53,33 @@ async def test_the_next_step_obeys():
         assert [plan.budget for plan in plans] == [16] * 5 + [2] * 3
 
 
+async def test_the_worker_is_told_of_plugins_settings_once_and_again_after_a_failed_step():
+    broken: set[int] = set()
+
+    async def before(order):
+        if order.step_id in broken:
+            raise WorkerError("this step fails")
+
+    worker = FakeWorker(before=before)
+    async with engine(ChunkedPrefill, worker=worker) as e:
+
+        async def serve(name):
+            await e.add(request(name, max_tokens=1))
+            await e.until_finished(name)
+            return worker.orders[-1].settings
+
+        assert await serve("a") == {}
+        await change(e, plugins__chunked_prefill__chunk_size=3, scheduler__token_budget=9)
+        assert await serve("b") == {"chunked_prefill": {"chunk_size": 3}}
+        assert await serve("c") == {}
+        broken.add(worker.orders[-1].step_id + 1)
+        await change(e, plugins__chunked_prefill__chunk_size=4)
+        assert await serve("d") == {"chunked_prefill": {"chunk_size": 4}}
+        assert e.finished["d"].reason == "error"
+        assert await serve("e") == {"chunked_prefill": {"chunk_size": 4}}
+        assert await serve("f") == {}
+
+
 async def test_a_smaller_cap_interrupts_nobody():
     async with engine(scheduler=SchedulerConfig(max_running=4), worker=FakeWorker(step_seconds=0.001)) as e:
         plans: list[StepPlan] = []

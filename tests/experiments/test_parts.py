@@ -69,7 +69,7 @@ def off(*names):
         ({"split": "slice", "traffic": 0.5}, r"x\.traffic: a time slice is everybody's"),
         ({"split": "slice", "slice_seconds": 5, "washout_seconds": 5}, "nothing would be left"),
         ({"arms": off("drafd")}, r"x\.arms\.b\.features: no plugin is called 'drafd'; did you mean 'draft'"),
-        ({"arms": off("int3")}, r"scope engine\): compare two servers"),
+        ({"arms": off("int3")}, r"scope engine\): give the arms engines of their own"),
         ({"arms": off("fair")}, r'scope step\), so requests can\'t be split by it: use split = "slice"'),
         ({"arms": off("mask"), "split": "slice"}, r"honours request fields \(schema\)"),
     ],
@@ -217,6 +217,28 @@ def test_latency_limits():
     window = Window(GuardConfig(max_p99_inter_token=0.05, min_samples=2))
     fill(window, 2, gaps=(0.01, 0.2), ttft=None)
     assert "inter-token" in window.problem(0)
+
+
+def test_limits_that_go_by_the_control():
+    config = GuardConfig(max_p99_ttft_ratio=1.5, max_p99_inter_token_ratio=2, min_samples=10)
+    arm, control = Window(config), Window(config)
+    fill(arm, 20, ttft=0.2, gaps=(0.01,))
+    assert arm.problem(0, control) is None, "nothing is known of the control"
+    fill(control, 9, ttft=0.1, gaps=(0.01,))
+    fill(arm, 1, ttft=0.2)
+    assert arm.problem(0, control) is None, "too little is known of the control"
+    fill(control, 1, ttft=0.1)
+    fill(arm, 1, ttft=0.2)
+    said = arm.problem(0, control)
+    assert said.endswith("is 0.200 s over 22 requests, that of the control 0.100 s; the limit is 1.5 times that")
+    arm, control = Window(config), Window(config)
+    fill(control, 10, ttft=0.14, gaps=(0.01,))
+    fill(arm, 10, ttft=0.2, gaps=(0.02,))
+    assert arm.problem(0, control) is None
+    fill(arm, 1, ttft=0.2, gaps=(0.03,))
+    assert "P99 of inter-token latency is 0.030 s over 11 tokens of 11 requests, that of the control 0.010 s" in arm.problem(
+        0, control
+    )
 
 
 def test_what_is_old_leaves_the_window():

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenbus.core import live_settings
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import Config, from_mapping
 from tokenbus.core.contexts import EngineContext
 from tokenbus.core.host import make_host
 from tokenbus.core.kv.pool import BlockPool
-from tokenbus.core.messages import PROTOCOL_VERSION, EngineInfo, StepOutput
+from tokenbus.core.messages import PROTOCOL_VERSION, EngineInfo, SetSettings, StepOutput
 from tokenbus.core.plan import StepInput, StepPlan, StepResult
 from tokenbus.core.recording.history import History, read
 from tokenbus.core.request import AdmittedRequest
@@ -114,6 +115,13 @@ class Stage:
         target = self.host.change_switches(self.scheduler.switches, changes)
         self.start(self.host.load(target.on))
         self.scheduler.apply_switches(target, self.now)
+
+    def configure(self, values: dict[str, Any]) -> None:
+        """Change settings live, as the engine's loop does."""
+        self.context.config = config = live_settings.with_values(self.context.config, values)
+        live_settings.apply_to_plugins(config, self.host, values)
+        self.scheduler.configure(config.scheduler)
+        self.bus.publish(SetSettings(1, values))
 
     def play(
         self, asks: Sequence[Ask], between: Callable[[int], None] = lambda _: None, seconds: Callable[..., float] = step_seconds

@@ -204,6 +204,29 @@ def test_a_token_budget_that_was_changed_meanwhile_is_told(stage, some_load, cat
     assert "between 77 and 2048" in notice
 
 
+def test_settings_that_were_changed_live_are_changed_again(stage, some_load, catalogue):
+    one = stage(scheduler={"token_budget": 60})
+
+    def between(step):
+        if step == 40:
+            one.configure({"scheduler.token_budget": 20, "scheduler.max_running": 2, "plugins.chunked_prefill.chunk_size": 8})
+        elif step == 120:
+            one.configure({"scheduler.token_budget": 60, "scheduler.max_running": 256})
+
+    one.play(some_load(60, 9.0), between)
+    history = one.history()
+    assert [sorted(change.values) for change in history.changes] == [
+        ["plugins.chunked_prefill.chunk_size", "scheduler.max_running", "scheduler.token_budget"],
+        ["scheduler.max_running", "scheduler.token_budget"],
+    ]
+    same = course(history, catalogue)
+    assert same.step_ids == recorded(history).step_ids
+    assert ask.simulate(history, (), catalogue).notices == []
+    asked = course(history, catalogue, "max_running=256", "token_budget=60", "chunked_prefill.chunk_size=16")
+    assert max(map(len, asked.step_ids[40:120])) > 2 == max(map(len, same.step_ids[60:120]))
+    assert asked.steps < same.steps
+
+
 def bent(parts):
     """A machine on which steps of few rows wait for the weights, and many rows are cheaper by the row."""
     rows = sum(n for _, n in parts)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -238,6 +239,24 @@ def test_lossless_switches_reach_running_requests():
     assert len(spec.logprobs) == 6  # it uses the field: it keeps the plugin
     runner.run(StepInput(step_id=7, num_tokens={}, dropped=["a"]))
     assert "sampling.logprobs" not in runner.plugins.host.loaded
+
+
+def test_settings_that_change_live_reach_the_workers_plugins_loaded_now_or_later():
+    class Adjustable(Plugin):
+        class Settings(msgspec.Struct, frozen=True):
+            strength: int = 1
+
+        info = PluginInfo(name="test.adjustable", summary="", scope="step", lossless=True, live_settings=("strength",))
+
+    runner = loaded()
+    runner.plugins.host.add(Adjustable)
+    on = (*ALL, "test.adjustable")
+    runner.run(StepInput(step_id=0, num_tokens={}, settings={"test.adjustable": {"strength": 2}}))
+    runner.run(StepInput(step_id=1, num_tokens={}, features=on))
+    plugin = runner.plugins.host.loaded["test.adjustable"]
+    assert plugin.settings.strength == 2
+    runner.run(StepInput(step_id=2, num_tokens={}, settings={"test.adjustable": {"strength": 3}}))
+    assert (runner.plugins.host.loaded["test.adjustable"] is plugin, plugin.settings.strength) == (True, 3)
 
 
 def test_a_plugin_that_cannot_be_loaded_fails_the_step_and_changes_nothing():

@@ -1,8 +1,9 @@
 """Uncertainty by cluster: the cluster bootstrap for quantiles, the delta method for ratios of sums.
 
 Rows of one cluster (a user, a time slice) depend on each other, so clusters are what is resampled, never rows. A `Design` says
-which clusters there are. Paired: each cluster is a block of time slices that holds every arm once; a block is resampled with
-all its arms, so that what drifts over the day cancels. Otherwise each arm has clusters of its own, resampled apart.
+which clusters there are. Paired: each cluster is a block of time slices that holds every arm once, or a time window in which
+every arm's own engine ran; a block is resampled with all its arms, so that what drifts over the day cancels. Otherwise each arm
+has clusters of its own, resampled apart.
 
 Sources: Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), chapter 8 for clusters and pairs; Deng, Knoblich, Lu,
 "Applying the delta method in metric analytics" (KDD 2018) for ratios and for quantiles of clustered values.

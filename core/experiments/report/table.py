@@ -60,6 +60,8 @@ class Table:
     run: int
     split: str
     shared_steps: bool
+    own_engines: bool
+    """Arms ran at the same time, each on an engine of its own; `slice` is then the time window."""
     arms: tuple[ArmFacts, ...]
     arm: Indices
     cluster: Indices
@@ -100,7 +102,7 @@ class Reader:
         self._facts: dict[str, ArmFacts] = {}
         self._configs: dict[str, dict[str, float]] = {}
         self._units: dict[str, int] = {}
-        self._split, self._shared = "", False
+        self._split, self._shared, self._own = "", False, False
         self._columns = {name: array("d") for name in COLUMNS}
         self._arm, self._unit, self._slice = array("l"), array("l"), array("l")
         self._gaps, self._gap_counts = array("f"), array("l")
@@ -117,7 +119,7 @@ class Reader:
     def _take(self, row: Row) -> None:
         facts = self._facts.setdefault(row.arm, ArmFacts(row.arm))
         facts.control = row.control
-        self._split, self._shared = row.split, self._shared or row.shared_steps
+        self._split, self._shared, self._own = row.split, self._shared or row.shared_steps, row.own_engine
         if row.excluded:
             facts.excluded[row.excluded] += 1
             if row.excluded == "tripped":
@@ -130,7 +132,8 @@ class Reader:
         seen = self._configs.setdefault(row.arm, {})
         seen[row.config] = min(row.arrival, seen.get(row.config, math.inf))
         self._arm.append(list(self._facts).index(row.arm))
-        self._unit.append(self._units.setdefault(row.cluster, len(self._units)))
+        unit = row.unit if row.own_engine else row.cluster
+        self._unit.append(self._units.setdefault(unit, len(self._units)))
         self._slice.append(-1 if row.slice is None else row.slice)
         for name, column in self._columns.items():
             column.append(_number(getattr(row, name)))
@@ -168,6 +171,7 @@ class Reader:
             run=self._current or 0,
             split=self._split,
             shared_steps=self._shared,
+            own_engines=self._own,
             arms=arms,
             arm=arm,
             cluster=cluster,
@@ -189,10 +193,10 @@ class Reader:
         keep = np.asarray(np.frombuffer(self._columns["arrival"], dtype=np.float64) >= since)
         for i, one in enumerate(arms):
             one.older = int(np.sum(~keep & (arm == i)))
-        if self._split != "slice" or not keep.any():
+        if not (self._split == "slice" or self._own) or not keep.any():
             return keep, None
         whole = keep & (slices < slices.max())  # the newest may still be running: only its quickest rows are here
-        block = _blocks(arm[whole], slices[whole], slices, [one.weight for one in arms])
+        block = slices if self._own else _blocks(arm[whole], slices[whole], slices, [one.weight for one in arms])
         if block is not None:
             seen = [np.isin(block, block[whole & (arm == i)]) for i in range(len(arms))]
             whole &= np.logical_and.reduce(seen)

@@ -6,6 +6,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Sequence
 
+from ...columns import columns
 from .result import Arm, Comparison, Report
 from .words import interval, number
 
@@ -22,14 +23,14 @@ def terminal(report: Report) -> str:
     lines = [f"{report.experiment}, run {report.run}, split by {report.split}, {span(report.since, report.until)}", ""]
     lines += [line for verdict in report.verdicts for line in _wrap(verdict)]
     lines += [line for warning in report.warnings for line in _wrap(f"! {warning}")]
-    lines += ["", *_table([("ARM", "WEIGHT", "REQUESTS", unit_head(report), "LEFT OUT"), *map(arm_cells, report.arms)])]
+    lines += ["", *columns([("ARM", "WEIGHT", "REQUESTS", unit_head(report), "LEFT OUT"), *map(arm_cells, report.arms)])]
     lines += ["", f"sample ratio: {ratio_text(report)}"]
     for arm in report.arms[1:]:
         for bucket, rows in by_bucket(report, arm.name).items():
             lines += ["", title(report, arm.name, bucket, rows)]
             if not_enough(rows):
                 continue
-            lines += [*_table([("MEASURE", report.arms[0].name, arm.name, "CHANGE", ""), *map(cells, rows)])]
+            lines += [*columns([("MEASURE", report.arms[0].name, arm.name, "CHANGE", ""), *map(cells, rows)])]
     lines += [""] + [line for part in report.method for line in _wrap(part)]
     return "\n".join(lines)
 
@@ -86,11 +87,6 @@ def cells(row: Comparison) -> tuple[str, ...]:
     why = f": {row.not_enough}" if row.not_enough else ""
     star = " *" if row.family == "primary" else ""
     return f"{row.label}, {row.unit}{star}", number(row.control_value), number(row.arm_value), interval(row), row.verdict + why
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _wrap(text: str) -> Iterable[str]:

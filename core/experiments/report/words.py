@@ -14,6 +14,9 @@ from .ratio_check import unit_name
 from .result import Comparison, Options, RatioCheck
 from .table import MOST_CLUSTERS, ArmFacts, Table
 
+MOST_WASHED_OUT = 0.3
+"""Share of requests beyond which slices are called too short."""
+
 
 def percent(value: float) -> str:
     """-31, +3.4, 0: digits that are worth reading."""
@@ -112,9 +115,25 @@ def warnings(table: Table, ratio: RatioCheck) -> list[str]:
         found.append(
             "The slices don't come in blocks of one slice an arm, so they are compared unpaired: drift makes intervals wider."
         )
+    if table.by_slice:
+        found += _washed_out(table)
     for arm in table.arms:
         found += _arm_warnings(arm)
     return [*found, *_uneven(table)]
+
+
+def _washed_out(table: Table) -> list[str]:
+    """Slices that are too short for the requests in them."""
+    washed, compared = sum(arm.washout for arm in table.arms), len(table)
+    if not compared or washed <= MOST_WASHED_OUT * (washed + compared):
+        return []
+    slowest = float(np.quantile(table.columns["e2e"], 0.99)) / 1e3
+    text = (
+        f"{washed} of {washed + compared} requests fell into wash-out or ended after their slice, and are left out: the slices are too "
+        f"short for requests that take up to {number(slowest)} s (P99 of those compared). What is slow is left out more often, so "
+        "differences look smaller than they are: make slice_seconds larger."
+    )
+    return [text]
 
 
 def _arm_warnings(arm: ArmFacts) -> list[str]:
@@ -156,7 +175,11 @@ def _chosen(arm: ArmFacts) -> int:
 
 
 def method(table: Table, options: Options) -> list[str]:
-    resampled = "blocks of one slice of each arm" if table.design.paired else f"{unit_name(table.split)} within each arm"
+    resampled = f"{unit_name(table.split)} within each arm"
+    if table.own_engines:
+        resampled = "time windows, each with all arms' requests"
+    elif table.design.paired:
+        resampled = "blocks of one slice of each arm"
     clusters = (
         f"Clusters: {resampled}. Percentiles: cluster bootstrap of the log ratio, {REPLICATES} replicates, seed {options.seed}. "
         f"Ratios of sums: delta method. More than {MOST_CLUSTERS} units of an arm are put together by hash."

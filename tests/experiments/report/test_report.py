@@ -205,6 +205,60 @@ def test_an_uneven_washout_is_said(report_of, slices):
     assert any("wash-out" in warning and "A 0%, B 3" in warning for warning in report_of(rows).warnings)
 
 
+def test_slices_that_are_too_short_are_told(report_of, slices):
+    rows = [replace(r, washout=i % 5 < 2) for i, r in enumerate(slices(30, 20))]
+    assert any("slices are too short for requests that take up to 0." in warning for warning in report_of(rows).warnings)
+    assert not any("too short" in warning for warning in report_of(slices(30, 20)).warnings)
+
+
+def windows(row, count, slower=1.0, seed=3, per_window=40):
+    """Arms that run at the same time, each on an engine of its own; an engine's requests of one window are slow or quick together."""
+    draw = np.random.default_rng(seed)
+    rows = []
+    for window in range(count):
+        load = 0.3 * np.sin(window / 5)
+        for arm, factor in (("A", 1.0), ("B", slower)):
+            mood = load + draw.normal(0, 0.2)
+            for _ in range(per_window):
+                arrival = 30.0 * window + float(draw.uniform(0, 29))
+                ttft = 0.1 * factor * float(np.exp(mood + draw.normal(0, 0.2)))
+                rows.append(
+                    row(
+                        arm=arm, control=arm == "A", own_engine=True, slice=window, unit=f"{len(rows):016x}", arrival=arrival,
+                        ended=arrival + 1, ttft=ttft, e2e=ttft + 0.1, prompt_tokens=64,
+                    )
+                )  # fmt: skip
+    return [*rows, row(own_engine=True, slice=count, unit="f" * 16, arrival=30.0 * count, ended=30.0 * count + 1)]
+
+
+def test_engines_of_their_own_are_compared_by_time_windows(report_of, table_of, row):
+    rows = windows(row, 60, slower=1.5)
+    table = table_of(rows)
+    assert (table.design.paired, table.design.sizes, len(table)) == (True, (60, 60), 60 * 80)
+    report = report_of(rows, primary="ttft_p50", looks="once")
+    found = by_measure(report)
+    assert (found["ttft_p50"].verdict, found["ttft_p50"].clusters) == ("worse", (60, 60))
+    assert found["ttft_p50"].low < 50 < found["ttft_p50"].high
+    assert "throughput" not in found, "the split decides it, not the arm"
+    assert report.ratio_check.observed == {"A": 2400, "B": 2400}
+    assert report.method[0].startswith("Clusters: time windows")
+    assert not any("shared" in warning for warning in report.warnings)
+
+
+def test_requests_of_one_engine_are_not_taken_for_independent(report_of, row):
+    """Equal arms: by requests, far more than alpha of these reports would see a difference."""
+    options = {"primary": "ttft_p50", "looks": "once", "alpha": 0.1, "buckets": ()}
+    made = [by_measure(report_of(windows(row, 25, seed=seed, per_window=30), **options))["ttft_p50"] for seed in range(40)]
+    assert sum(one.different for one in made) <= stats.binom.ppf(0.999, 40, 0.1)
+    alone = [
+        by_measure(
+            report_of([replace(r, own_engine=False, slice=None) for r in windows(row, 25, seed=seed, per_window=30)], **options)
+        )
+        for seed in range(10)
+    ]
+    assert sum(one["ttft_p50"].different for one in alone) >= 4, "the data are what the design is for"
+
+
 def test_false_alarms_of_whole_reports_are_rare(report_of, slices):
     """40 pairs of equal arms, every measure of every bucket: no more than alpha of them are called different in anything. (More
     of it, with repeated looks: bench/ab_power.py.)"""
