@@ -4,9 +4,12 @@
 
 Requests come at random times (Poisson, `--rate` a second, the same for every run of one seed) whatever the server does, over HTTP; a third
 of the prompts begin with one of four common beginnings. Every run is a new server with the recorder on (level shape), its times are those
-of its own recording, on the engine's side. From the first run under default settings alone all others are predicted. "error" is the
-prediction against the median of the real runs; "run to run" is how far the real runs lie apart (largest less smallest, over the median),
-which no prediction can beat. Choose a rate that the machine can just serve: where the line only grows, only that is measured.
+of its own recording, on the engine's side. Settings take turns, so that a machine that becomes slower does so for all of them. From the
+first run under default settings alone all others are predicted. "error" is the prediction against the median of the real runs; "run to
+run" is how far the real runs lie apart (largest less smallest, over the median), which no prediction can beat.
+"busy" is the share of time in which a step ran: the nearer to 1, the more a little error in step times becomes in waiting times (in a line
+with one server, by 1 / (1 - busy)). "step times by the fit": what the fit to the first run says of this run's own steps, all together, beside
+what they took: how much faster or slower the machine was, and what the fit itself gets wrong. Choose a rate that leaves some room.
 --keep: the recordings stay, a folder for each run.
 """
 
@@ -34,6 +37,7 @@ from tokenbus.core.recording.file import SUFFIX
 from tokenbus.core.recording.history import History, read
 from tokenbus.core.recording.report import numbers
 from tokenbus.core.recording.simulate import recorded
+from tokenbus.core.recording.step_time import StepTimes
 
 SHOWN = ("ttft_p50", "ttft_p95", "ttft_p99", "itl_p50", "itl_p95", "itl_p99", "e2e_p99")
 DEFAULT_WISHES = ("max_running=6", "prefix_cache=off", "chunked_prefill=off", "chunked_prefill.slow_down=1.5")
@@ -103,7 +107,18 @@ def run(keep: Path | None, work: list[Job], wishes: tuple[str, ...]) -> History:
         return read(sorted(Path(folder).glob(f"*{SUFFIX}")))
 
 
-def report(wishes: tuple[str, ...], predicted: dict[str, float], real: list[dict[str, float]]) -> list[str]:
+def busy(run: History) -> float:
+    """Share of time in which a step ran."""
+    return sum(one.step.seconds for one in run.steps) / run.seconds
+
+
+def by_fit(times: StepTimes, run: History) -> float:
+    """How much longer a fit says that a run's steps took, all together; 0: as long."""
+    return sum(times.seconds(one.runs) for one in run.steps) / sum(one.step.seconds for one in run.steps) - 1
+
+
+def report(wishes: tuple[str, ...], predicted: dict[str, float], runs: list[History], times: StepTimes) -> list[str]:
+    real = [numbers(recorded(run)) for run in runs]
     lines = [
         f"### {', '.join(wishes) or 'the same settings'}",
         "",
@@ -119,6 +134,8 @@ def report(wishes: tuple[str, ...], predicted: dict[str, float], real: list[dict
     for name in ("steps", "preemptions", "cached_share", "output_tokens_per_second"):
         shown = ", ".join(f"{one[name]:,.4g}" for one in real)
         lines.append(f"| {name.replace('_', ' ')} | {shown} | {predicted[name]:,.4g} | | |")
+    lines.append(f"| busy | {', '.join(f'{busy(run):.0%}' for run in runs)} | | | |")
+    lines.append(f"| step times by the fit | {', '.join(f'{by_fit(times, run):+.1%}' for run in runs)} | | | |")
     return [*lines, ""]
 
 
@@ -140,7 +157,14 @@ def main() -> None:
     wishes = DEFAULT_WISHES if given.wishes is None else tuple(given.wishes)
     catalogue = make_host("engine", Config()).catalogue
     prompts, outputs = sum(len(job.prompt) for job in work), sum(job.output for job in work)
-    base = [run(given.keep, work, ()) for _ in range(given.runs)]
+    every = ((), *((wish,) for wish in wishes))
+    runs: dict[tuple[str, ...], list[History]] = {wish: [] for wish in every}
+    for turn in range(given.runs):
+        for wish in every:
+            print(f"run {turn + 1} of {given.runs}: {', '.join(wish) or 'default settings'}", flush=True)
+            runs[wish].append(run(given.keep, work, wish))
+    first = runs[()][0]
+    times = StepTimes(first.steps)
     lines = [
         f"# Simulation beside real runs, SmolLM2-135M on a CPU, {datetime.now(UTC):%Y-%m-%d}",
         "",
@@ -152,15 +176,13 @@ def main() -> None:
         ),
         "",
     ]
-    for wish in ((), *((wish,) for wish in wishes)):
-        answer = ask.simulate(base[0], wish, catalogue)
-        predicted = answer.columns[ask.WISHED if wish else ask.SAME]
-        real = base if not wish else [run(given.keep, work, wish) for _ in range(given.runs)]
-        lines += report(wish, predicted, [numbers(recorded(one)) for one in real])
-        lines += [f"- {notice}" for notice in answer.notices]
-        print("\n".join(lines[-len(SHOWN) - 9 :]), flush=True)
-    fit = answer.fit
+    for wish in every:
+        answer = ask.simulate(first, wish, catalogue)
+        lines += report(wish, answer.columns[ask.WISHED if wish else ask.SAME], runs[wish], times)
+        lines += [*(f"- {notice}" for notice in answer.notices), *([""] if answer.notices else [])]
+    fit = times.fit
     lines.append(f"Step times: {fit.steps} steps, median error {fit.median_error:.1%}, P90 {fit.p90_error:.1%}.")
+    print("\n".join(lines))
     if given.out:
         given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
