@@ -1,7 +1,7 @@
 """Experiments on a real server: two equal arms, then an arm whose P99 TTFT was made worse by a fifth, and what the report says of each.
 
     python bench/ab.py [--minutes 40] [--rate 6] [--prompt 90] [--answer 8:24] [--slice 15] [--washout 2] [--blocks 10]
-                       [--arg ARGUMENTS] [--keep FOLDER] [--out FILE]
+                       [--arg ARGUMENTS] [--keep FOLDER [--slow-only]] [--out FILE]
 
 A server with the demo model is under an open-loop load all the time: Poisson arrivals at `--rate` a second, prompts of 8 to 500
 random tokens (log-normal, half of them shorter than `--prompt`), `--answer` new tokens. Arms take turns by time slices, switched
@@ -11,7 +11,7 @@ live by the server itself.
    For how long is worked out from the rows of 1, so that P99 TTFT becomes 1.2 times what it was.
 While they run, the report is made after each 10 blocks of slices, as somebody would who can't wait: a false alarm at any of these
 looks counts, and the first look that finds "slow" is named. Then both reports are printed as `tokenbus ab report` prints them.
---keep: the rows stay, in FOLDER/experiments/equal and .../slow; `ab_power --rows` takes the former.
+--keep: the rows stay, in FOLDER/experiments/equal and .../slow; `ab_power --rows` takes the former. --slow-only: "equal" is there already.
 Nothing else may run on the machine. Slices must be much longer than a request takes.
 """
 
@@ -213,11 +213,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--arg", default="", help="more arguments for the server")
     parser.add_argument("--keep", type=Path, metavar="FOLDER")
+    parser.add_argument("--slow-only", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.slow_only and options.keep is None:
+        parser.error('--slow-only needs --keep, with the rows of "equal"')
     with tempfile.TemporaryDirectory() as folder:
         state = options.keep or Path(folder) / "state"
-        phases = [run(options, Path(folder), state, "equal", None)]
+        phases = [] if options.slow_only else [run(options, Path(folder), state, "equal", None)]
         held = held_back(state)
         print(f"bench.slow: {SHARE:.0%} of requests wait {1e3 * held:.1f} ms", flush=True)
         phases.append(run(options, Path(folder), state, "slow", held))

@@ -8,8 +8,8 @@ of its own recording, on the engine's side. Settings take turns, so that a machi
 first run under default settings alone all others are predicted. "error" is the prediction against the median of the real runs; "run to
 run" is how far the real runs lie apart (largest less smallest, over the median), which no prediction can beat.
 "busy" is the share of time in which a step ran: the nearer to 1, the more a little error in step times becomes in waiting times (in a line
-with one server, by 1 / (1 - busy)). "step times by the fit": what the fit to the first run says of this run's own steps, all together, beside
-what they took: how much faster or slower the machine was, and what the fit itself gets wrong. Choose a rate that leaves some room.
+with one server, by 1 / (1 - busy)). "step times by the fit": what the fit to the first run says of this run's own steps, all together,
+beside what they took: how much faster or slower the machine was, and what the fit itself gets wrong. Choose a rate that leaves some room.
 --keep: the recordings stay, a folder for each run.
 """
 
