@@ -5,6 +5,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton, which torch imports when it likes: see tests/kernels_triton
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "PASSIVE"
 )  # before torch: several processes share the cores here, and none should spin
