@@ -1,0 +1,348 @@
+"""Paged attention in Triton: decode steps, prompt chunks, drafts to verify and any mixture of them in one launch.
+
+How a row (a token's query head) is computed, whatever batch it is in:
+
+    tiles     positions in tiles of `tile`, counted from position 0 of the request: an online softmax in float32, tile by tile
+    splits    every `split` positions, counted from 0, it begins afresh: (maximum, sum, weighted values)
+    result    the splits' results merged in order, in float32
+
+A program goes through all splits of its rows and merges them itself, or, where that leaves the device idle (few queries, long contexts),
+through one split, and a second kernel merges what was left in memory: the same operations on the same numbers. What a row must not see
+has score -inf, weight 0, and changes no bit of its state; so tiles and splits are left out where no row of a program sees them. The rows
+of a program are the query heads of one KV head of neighbouring tokens (GQA, MQA): `block_m` rows, always that many.
+
+So a row depends on its own position and the K/V stored up to it alone, bit by bit, given that the device's matrix product treats the rows
+of a tile alike. In the interpreter tests show it; on a device it is not yet measured. Nor is any speed.
+
+K/V that is NaN or infinite reaches only its own request; in it, V of two or four bytes also rows shortly before, whose weight for it is 0.
+Nothing behind a request's last position is used, so blocks need not be cleared.
+
+One-byte caches, [blocks, block_size, kv_heads, head_dim + 4], hold head_dim values and one float32 that they are multiplied with for each
+token and head: int8 (scale max |x| / 127) or float8_e4m3fn (scale max |x| / 448), as the tensor's dtype says. In memory a block is all its
+values, [block_size, kv_heads, head_dim], then all its scales, [block_size, kv_heads]: so values are read in whole 16 bytes, where rows with
+scales at their ends would be aligned to 4. `kv_write.py` writes it, `values_and_scales` shows it; nobody else reads what it has written.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from .attention_kernels import attention_kernel, merge_kernel
+
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter: on the CPU, products in float32 (numpy has no bfloat16), bfloat16 results truncated, not rounded."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ONE_BYTE = (torch.int8, torch.float8_e4m3fn)
+"""Caches with rows of head_dim + SCALE_BYTES."""
+SCALE_BYTES = 4
+MAX_HEAD_DIM = 256
+SMALLEST_DOT = 16
+"""Of rows, columns and depth of a matrix product on tensor cores."""
+ENOUGH = 128
+"""Programs (query tiles x KV heads) that one request alone keeps a device busy with; with fewer, its splits are spread."""
+DEFAULTS: dict[str, dict[str, int]] = {
+    "half": {"block_m": 64, "tile": 64, "split": 512, "num_warps": 4, "num_stages": 2},
+    "half_one_byte": {"block_m": 64, "tile": 64, "split": 512, "num_warps": 8, "num_stages": 2},
+    "half_wide": {"block_m": 64, "tile": 32, "split": 512, "num_warps": 8, "num_stages": 2},
+    "single": {"block_m": 16, "tile": 32, "split": 512, "num_warps": 4, "num_stages": 1},
+}
+"""Untuned: for two-byte activations, the same with a cache of one byte, with head_dim over 128, and float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """What is constant for a model's head_dim, group of query heads and dtypes: results depend on it, so never on the batch."""
+
+    block_m: int
+    """Rows of a query tile; at least the group."""
+    tile: int
+    """Positions looked at together."""
+    split: int
+    """Positions after which the softmax begins afresh; a multiple of `tile`."""
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def choose(
+        cls,
+        head_dim: int,
+        group: int,
+        dtype: torch.dtype,
+        config: Mapping[str, int] | None = None,
+        *,
+        one_byte: bool = False,
+    ) -> Tiling:
+        """The defaults, with `config`'s entries in their place. one_byte: of the cache. Raises ValueError for unknown or impossible
+        entries."""
+        half = "half_wide" if head_dim > 128 else "half_one_byte" if one_byte else "half"
+        kind = "single" if dtype == torch.float32 else half
+        values = {**DEFAULTS[kind], **(config or {})}
+        if unknown := values.keys() - DEFAULTS[kind].keys():
+            raise ValueError(
+                f"no such entry of an attention config: {', '.join(sorted(unknown))}; there are {', '.join(DEFAULTS[kind])}"
+            )
+        values["block_m"] = max(values["block_m"], triton.next_power_of_2(group))
+        tiling = cls(**values)
+        powers = (tiling.block_m, tiling.tile, tiling.num_warps)
+        if any(n < 1 or n & (n - 1) for n in powers) or min(tiling.block_m, tiling.tile) < SMALLEST_DOT:
+            raise ValueError(f"block_m, tile (both at least {SMALLEST_DOT}) and num_warps must be powers of two: {tiling}")
+        if tiling.split < 1 or tiling.split % tiling.tile or tiling.num_stages < 1:
+            raise ValueError(f"split must be a multiple of tile, and num_stages at least 1: {tiling}")
+        return tiling
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work items and merge jobs as the kernels read them (attention_kernels.py), on the device."""
+
+    items: torch.Tensor
+    """int32 [n, 8]."""
+    jobs: torch.Tensor
+    """int32 [m, 4]."""
+    slots: int
+    """Partial results."""
+
+
+class AttentionPlan:
+    """One step's ragged batch: work items are made when first needed, and shared by all layers of the same shape."""
+
+    __slots__ = ("_context_len", "_query_start", "_table_start", "_work", "tables", "tokens")
+
+    def __init__(
+        self,
+        query_start: Sequence[int],
+        context_len: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+        device: torch.device,
+    ) -> None:
+        """Request r's new tokens are rows query_start[r] : query_start[r + 1] of q, the last of them at position context_len[r] - 1;
+        block_tables[r]: its blocks in order, enough for context_len[r] tokens. Lists are read here and not kept."""
+        starts, blocks = array("i"), array("i")
+        for table in block_tables:
+            starts.append(len(blocks))
+            blocks.extend(table)
+        self._query_start = np.asarray(query_start, dtype=np.int64)
+        self._context_len = np.asarray(context_len, dtype=np.int64)
+        self._table_start = np.asarray(starts, dtype=np.int64)
+        self.tokens = int(query_start[-1])
+        self.tables = _upload(np.asarray(blocks, dtype=np.int32), device)
+        """int32: all block tables behind each other."""
+        self._work: dict[tuple[int, int, int | None, int], Work] = {}
+
+    def work(self, tokens_per_tile: int, split: int, window: int | None, kv_heads: int) -> Work:
+        key = (tokens_per_tile, split, window, kv_heads)
+        found = self._work.get(key)
+        if found is None:
+            found = self._work[key] = self._make(*key)
+        return found
+
+    def _make(self, tokens_per_tile: int, split: int, window: int | None, kv_heads: int) -> Work:
+        tokens = np.diff(self._query_start)
+        tiles = -(-tokens // tokens_per_tile)
+        request = np.repeat(np.arange(len(tokens)), tiles)
+        first = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens_per_tile
+        row = self._query_start[request] + first
+        count = np.minimum(tokens[request] - first, tokens_per_tile)
+        position = self._context_len[request] - tokens[request] + first
+        begin = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0) // split
+        end = -(-(position + count) // split)
+        spread = (end - begin > 1) & (tiles[request] * kv_heads < ENOUGH)
+
+        parts = np.where(spread, end - begin, 1)
+        slot = np.cumsum(np.where(spread, parts, 0)) - np.where(spread, parts, 0)
+        of = np.repeat(np.arange(len(request)), parts)
+        part = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        apart = spread[of]
+        from_split = begin[of] + part
+        to_split = np.where(apart, from_split + 1, end[of])
+        items = np.stack(
+            [
+                row[of], count[of], position[of], self._table_start[request[of]], from_split, to_split,
+                np.where(apart, slot[of] + part, -1), np.zeros_like(of),
+            ],
+            axis=1,
+        )  # fmt: skip
+        items = items[np.argsort(from_split - to_split, kind="stable")]  # the longest first
+        jobs = np.stack([row, count, slot, parts], axis=1)[spread]
+        device = self.tables.device
+        return Work(_upload(items, device), _upload(jobs, device), int(parts[spread].sum()))
+
+
+def _upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """int32 on the device, without waiting for it."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int32))
+    if device.type == "cpu" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    config: Mapping[str, int] | None = None,
+) -> torch.Tensor:
+    """Causal attention of q over paged caches that hold the new tokens' K/V already.
+
+    q: [T, heads, head_dim], float32, bfloat16 or float16, head_dim at most 256, rows and heads strided as they like. Caches: [blocks,
+    block_size, kv_heads, head_dim] of q's dtype (of any of the three under float32 queries), strides as they like, but a row's values
+    behind each other; or [..., head_dim + 4] of int8 or float8_e4m3fn, blocks contiguous; any block_size. heads is a multiple of
+    kv_heads; head h reads KV head h // (heads // kv_heads). window: position i sees j with i - window < j <= i. softcap: scores become
+    softcap * tanh(scores / softcap). config: entries of Tiling to use instead of the defaults; other tiles, splits or rows give other
+    last bits.
+
+    Returns a new [T, heads, head_dim] in q's dtype; scores, softmax and sums are float32, products take q's dtype (with float32: IEEE, no
+    TF32). Raises ValueError for arguments that don't fit each other, or are where the kernels can't run.
+    """
+    _check(q, k_cache, v_cache, plan, window, softcap)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    group = q.shape[1] // k_cache.shape[2]
+    tiling = Tiling.choose(q.shape[2], group, q.dtype, config, one_byte=k_cache.dtype in ONE_BYTE)
+    for launch in launches(out, q, k_cache, v_cache, plan, scale, window, softcap, tiling):
+        launch.run()
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, its grid and its arguments by name; `options` are the compiler's."""
+
+    kernel: triton.KernelInterface
+    grid: tuple[int, ...]
+    arguments: Mapping[str, object]
+    options: Mapping[str, int]
+
+    def run(self) -> None:
+        self.kernel[self.grid](**self.arguments, **self.options)
+
+
+def launches(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    tiling: Tiling,
+) -> list[Launch]:
+    """What `paged_attention` runs, in order, to fill `out`; arguments as there, checked already."""
+    query = q if q.stride(2) == 1 else q.contiguous()
+    _, heads, head_dim = q.shape
+    block_size, kv_heads = k_cache.shape[1:3]
+    group = heads // kv_heads
+    work = plan.work(tiling.block_m // group, tiling.split, window, kv_heads)
+    width = max(SMALLEST_DOT, triton.next_power_of_2(head_dim))
+    rows = (work.slots, kv_heads, tiling.block_m)
+    maxima, sums, values = (torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (rows, rows, (*rows, width)))
+    shape = {"GROUP": group, "HEAD_DIM": head_dim, "D_PAD": width, "BLOCK_M": tiling.block_m}
+    target = {"out": out, "out_stride_t": out.stride(0), "out_stride_h": out.stride(1)}
+    partial = {"part_m": maxima, "part_l": sums, "part_acc": values}
+    (k, k_scales), (v, v_scales) = values_and_scales(k_cache), values_and_scales(v_cache)
+    attend = {
+        **target, **partial, **shape, **strides("k", k, k_scales), **strides("v", v, v_scales),
+        "q": query, "q_stride_t": query.stride(0), "q_stride_h": query.stride(1), "tables": plan.tables, "items": work.items,
+        "k_cache": k, "v_cache": v, "k_scales": k_scales, "v_scales": v_scales,
+        "scale": scale if softcap is not None else scale * math.log2(math.e), "softcap": softcap or 1.0, "window": window or 0,
+        "BLOCK_SIZE": block_size, "TILE": tiling.tile, "SPLIT": tiling.split,
+        "HAS_WINDOW": window is not None, "HAS_SOFTCAP": softcap is not None,
+        "QUANTIZED": k_cache.dtype in ONE_BYTE, "FP8": k_cache.dtype == torch.float8_e4m3fn, "DOT": dot_type(q.dtype),
+    }  # fmt: skip
+    options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+    found = [Launch(attention_kernel, (len(work.items), kv_heads), attend, options)]
+    if work.slots:
+        merging = {**target, **partial, **shape, "jobs": work.jobs}
+        found.append(Launch(merge_kernel, (len(work.jobs), kv_heads), merging, {"num_warps": tiling.num_warps}))
+    return found
+
+
+def values_and_scales(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of a one-byte cache: its values, int8 [blocks, block_size, kv_heads, head_dim] (bits of e4m3, maybe), and its scales, float32
+    [blocks, block_size, kv_heads]; views. Another cache comes twice."""
+    if cache.dtype not in ONE_BYTE:
+        return cache, cache
+    blocks, size, heads, row = cache.shape
+    head_dim, flat = row - SCALE_BYTES, cache.view(torch.int8)
+    values = flat.as_strided((blocks, size, heads, head_dim), (cache.stride(0), heads * head_dim, head_dim, 1))
+    floats = flat.view(torch.float32)
+    first = floats.storage_offset() + size * heads * head_dim // SCALE_BYTES
+    return values, floats.as_strided((blocks, size, heads), (floats.stride(0), heads, 1), first)
+
+
+def strides(name: str, values: torch.Tensor, scales: torch.Tensor) -> dict[str, int]:
+    """Of blocks, tokens and heads, as the kernels call them; of scales only those of blocks (theirs of tokens is the number of heads)."""
+    found = {f"{name}_stride_{axis}": values.stride(i) for i, axis in enumerate("bth")}
+    return {**found, f"{name}_scale_stride_b": scales.stride(0)}
+
+
+def dot_type(dtype: torch.dtype) -> tl.dtype:
+    """Of the operands of matrix products."""
+    if INTERPRETED:
+        return tl.float32
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def check_place(x: torch.Tensor) -> None:
+    """Raises ValueError when kernels can't run where x is."""
+    if x.device.type != "cuda" and not INTERPRETED:
+        raise ValueError(
+            f"Triton kernels need tensors on a GPU, or TRITON_INTERPRET=1 in the environment; these are on {x.device}"
+        )
+
+
+def check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, head_dim: int, dtype: torch.dtype) -> None:
+    """Raises ValueError when the caches are none for rows of head_dim of `dtype`."""
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"caches must be alike, [blocks, block_size, kv_heads, row]: {_of(k_cache)} and {_of(v_cache)}")
+    one_byte = k_cache.dtype in ONE_BYTE
+    if not one_byte and k_cache.dtype != dtype and not (dtype == torch.float32 and k_cache.dtype in DTYPES):
+        raise ValueError(
+            f"caches of {k_cache.dtype} don't serve {dtype}: they must be of the same dtype, int8 or float8_e4m3fn"
+        )
+    if k_cache.shape[3] != head_dim + SCALE_BYTES * one_byte or (one_byte and head_dim % SCALE_BYTES):
+        rule = " + 4, head_dim a multiple of 4" if one_byte else ""
+        raise ValueError(f"rows of {_of(k_cache)} must be head_dim{rule}; head_dim is {head_dim}")
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        raise ValueError("the values of a cache's row must lie behind each other")
+    if one_byte and not all(cache[:1].is_contiguous() for cache in (k_cache, v_cache)):
+        raise ValueError(f"the blocks of a cache of {k_cache.dtype} must be contiguous")
+
+
+def _check(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    plan: AttentionPlan,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    check_place(q)
+    if q.dim() != 3 or q.dtype not in DTYPES or q.shape[2] > MAX_HEAD_DIM:
+        raise ValueError(f"q must be [T, heads, head_dim <= {MAX_HEAD_DIM}] in float32, bfloat16 or float16: {_of(q)}")
+    check_caches(k_cache, v_cache, q.shape[2], q.dtype)
+    if q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"{q.shape[1]} query heads can't share {k_cache.shape[2]} KV heads")
+    if q.shape[0] != plan.tokens:
+        raise ValueError(f"q has {q.shape[0]} rows, the plan {plan.tokens}")
+    if (window is not None and window < 1) or (softcap is not None and not softcap > 0):
+        raise ValueError(f"window ({window}) must be at least 1 and softcap ({softcap}) above 0, or None")
+
+
+def _of(x: torch.Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)}"
