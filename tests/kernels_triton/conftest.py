@@ -1,0 +1,7 @@
+"""Triton kernels run in Triton's interpreter here: on the CPU, slowly, and without any GPU."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
