@@ -1,0 +1,90 @@
+"""The elementwise, sampling and verification kernels compile for a GPU: Triton needs none for that.
+
+In processes of their own: here Triton interprets, and it decides when a kernel is defined."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+SKIP = 77
+PROGRAM = """
+import sys
+from triton.backends import backends
+from triton.backends.compiler import GPUTarget
+
+if "nvidia" not in backends:
+    print("this Triton has no backend for NVIDIA GPUs")
+    sys.exit(77)
+
+import triton
+from triton.compiler import ASTSource
+
+
+def compiled(kernel, types, constants, warps):
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    done = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert ".target sm_90" in done.asm["ptx"], kernel
+    assert len(done.asm["cubin"]) > 0, kernel
+    print(kernel.__name__, constants)
+
+
+WORD = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16"}
+"""
+PARTS = {
+    "elementwise": """
+        from tokenbus.kernels.triton import elementwise as e
+
+        for dtype, pointer in WORD.items():
+            some = {name: pointer for name in ("x", "residual", "out", "total", "q", "k", "gate", "up", "table")}
+            norm = some | {"weight": "*fp32" if dtype == "bf16" else pointer, "eps": "fp32"}
+            rope = some | {"positions": "*i64", "cos": "*fp32", "sin": "*fp32"}
+            thorough = dtype == "bf16"
+            for residual, weight, unit, one in ((1, 1, 0, 1), (0, 1, 1, 1), (1, 1, 1, 0), (0, 0, 0, 1))[: 4 if thorough else 1]:
+                constants = {"n": 4000, "HAS_RESIDUAL": bool(residual), "HAS_WEIGHT": bool(weight), "UNIT_OFFSET": bool(unit)}
+                sizes = {"ONE_TILE": bool(one), "ROWS": 1 if one else 4, "BLOCK": 4096 if one else 256}
+                compiled(e.rms_norm_kernel, norm, constants | sizes, 4)
+            for interleaved in (False, True)[: 2 if thorough else 1]:
+                compiled(e.rope_kernel, rope, {"INTERLEAVED": interleaved, "HEADS": 8, "HALF": 64}, 4)
+            for code in range(3 if thorough else 1):
+                compiled(e.gated_kernel, some, {"ACTIVATION": code, "BLOCK": 1024}, 4)
+            compiled(e.embed_kernel, some | {"ids": "*i64", "scale": "fp32"}, {"SCALED": thorough, "BLOCK": 1024}, 4)
+    """,
+    "sampling": """
+        from tokenbus.kernels.triton import philox, sampling_kernels as s, verify as v
+
+        rows = {n: "*fp64" for n in ("temperatures", "top_ps", "min_ps")}
+        rows |= {n: "*i64" for n in ("top_ks", "seeds", "positions", "choices", "tokens")}
+        rows |= {"logprobs": "*fp32", "states": "*i32", "out": "*fp32"}
+        for mode, dtype in ((0, "bf16"), (1, "fp32"), (2, "fp32")):
+            compiled(s.sample_kernel, rows | {"logits": WORD[dtype]}, {"size": 128256, "LOGPROBS": mode, "BLOCK": 2048}, 16)
+        compiled(s.filter_kernel, rows | {"logits": "*fp32"}, {"size": 50257, "BLOCK": 2048}, 16)
+        compiled(philox.words_kernel, rows | {"out": "*i64"}, {"BLOCK": 1024}, 4)
+        for ids in ("*i32", "*i64"):
+            types = {n: ids for n in ("drafts", "sampled", "last", "tokens")} | {"draft_start": "*i32", "accepted": "*i32"}
+            compiled(v.verify_kernel, types, {"BLOCK": 32}, 1)
+    """,
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_compile_for_sm_90(part, tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    program = PROGRAM + textwrap.dedent(PARTS[part])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    if done.returncode == SKIP:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "_kernel" in done.stdout
