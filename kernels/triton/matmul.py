@@ -11,8 +11,6 @@ Sums are float32, rounded once to y's dtype. float32 operands are multiplied as 
 Bits are compared in Triton's interpreter only; on a device neither they nor speed are measured yet.
 """
 
-# ruff: noqa: ANN001, N803  (a kernel's parameters: pointers and integers that Triton types, constants in capitals)
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -28,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @triton.jit
-def tile_of(program, rows, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):  # noqa: ANN201
+def tile_of(program, rows, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
     """(m, n): which tile of y a program computes. GROUP_M rows of tiles go through the columns together, so that a weight's tile is read
     while it is in the L2 cache. It changes when a tile is computed, never what it is."""
     tiles_m = tl.cdiv(rows, BLOCK_M)

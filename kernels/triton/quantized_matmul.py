@@ -8,7 +8,7 @@ Weights in 8 or 4 bits with activations as they are: `weight_only_matmul`.
 Bits are compared in Triton's interpreter only; on a device neither they nor speed are measured yet.
 """
 
-# ruff: noqa: ANN001, N803, SIM108  (a kernel's parameters: pointers and integers that Triton types, constants in capitals)
+# ruff: noqa: SIM108  (a kernel's parameters: pointers and integers that Triton types, constants in capitals)
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_INT8_INPUTS = (2**31 - 1) // (128 * 128)
 
 
 @triton.jit
-def to_e4m3_grid(x):  # noqa: ANN201
+def to_e4m3_grid(x):
     """float32 of magnitude at most 448 to the nearest value that e4m3 has, ties to even; what converts it then has nothing left to round,
     whether hardware, an emulation or the interpreter. Three bits of fraction; below 2^-6 steps of 2^-9."""
     bits = x.to(tl.int32, bitcast=True)

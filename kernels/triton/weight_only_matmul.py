@@ -12,7 +12,7 @@ activations the second: the first may stay in registers, where it was unpacked, 
 Bits are compared in Triton's interpreter only; on a device neither they nor speed are measured yet.
 """
 
-# ruff: noqa: ANN001, N803, N806  (a kernel's parameters: pointers and integers that Triton types, constants in capitals)
+# ruff: noqa: N806  (a kernel's parameters: pointers and integers that Triton types, constants in capitals)
 
 from __future__ import annotations
 

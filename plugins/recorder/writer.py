@@ -113,9 +113,7 @@ class WriterThread:
 
     def _write(self, notes: list[Note], *, flush: bool, close: bool) -> None:
         if self._parts is None and notes:
-            self._parts = Parts(
-                self._settings, make_header(self._engine, self._settings, self._created, self._on)
-            )
+            self._parts = Parts(self._settings, make_header(self._engine, self._settings, self._created, self._on))
         if self._parts is not None:
             for note in notes:
                 self._parts.write(note)
