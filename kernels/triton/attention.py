@@ -34,12 +34,10 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton import knobs
 
 from .attention_kernels import attention_kernel, merge_kernel
+from .launch import INTERPRETED
 
-INTERPRETED = bool(knobs.runtime.interpret)
-"""Kernels run in Triton's interpreter: on the CPU, products in float32 (numpy has no bfloat16), bfloat16 results truncated, not rounded."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_BYTE = (torch.int8, torch.float8_e4m3fn)
 """Caches with rows of head_dim + SCALE_BYTES."""

@@ -1,4 +1,4 @@
-"""What the wrappers of this package's row and sampling kernels share."""
+"""What the wrappers of this package's kernels share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from triton import knobs
 
+INTERPRETED = bool(knobs.runtime.interpret)
+"""Kernels run in Triton's interpreter, on the CPU (TRITON_INTERPRET=1 when Triton was imported). It has no product of bfloat16 operands, so
+they are widened for it: the products are exact in float32 either way. It also cuts results off to bfloat16, where a device rounds."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from . import configs
+from .launch import INTERPRETED
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -83,11 +84,6 @@ def matmul_kernel(
         sums += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
     y = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
     tl.store(y, sums.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
-
-
-INTERPRETED = not isinstance(matmul_kernel, triton.JITFunction)
-"""Whether Triton's interpreter runs the kernels (TRITON_INTERPRET=1 when Triton was imported). It has no product of bfloat16 operands, so
-they are widened for it: the products are exact in float32 either way. It also cuts results off to bfloat16, where a device rounds."""
 
 
 def matmul(

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from .int4_weight import Int4Weight
-from .matmul import DTYPES, INTERPRETED, check_product, contiguous_rows, launch, programs, row_stride, sizes_for, tile_of
+from .launch import INTERPRETED
+from .matmul import DTYPES, check_product, contiguous_rows, launch, programs, row_stride, sizes_for, tile_of
 from .quantized_matmul import check_scales
 
 
