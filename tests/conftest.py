@@ -11,6 +11,7 @@ os.environ.setdefault(
 )  # before torch: several processes share the cores here, and none should spin
 
 import pytest
+import structlog
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +26,9 @@ class _RootIsAFolder:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RootIsAFolder())
+    configure = structlog.configure
+    # a logger that keeps what was configured at its first line would go on past every `capture_logs` of later tests
+    structlog.configure = lambda *args, **kwargs: configure(*args, **{**kwargs, "cache_logger_on_first_use": False})
 
 
 @pytest.fixture(scope="session")
