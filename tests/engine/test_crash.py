@@ -205,7 +205,7 @@ async def killed_at_random(
     assert len(client.journal) == 0
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.long)])
 async def test_killed_under_sixteen_streams_every_answer_is_the_same(tiny_llama: Path, worker: str):
     async with engine_of(tiny_llama, model={"worker": worker}) as client:
         await killed_at_random(client, 3, 1, 150, 20)

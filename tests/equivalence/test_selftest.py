@@ -65,7 +65,9 @@ def test_random_numbers_that_count_steps_are_found(tiny_path, capsys, monkeypatc
     assert not any(" greedy " in line for line in lines)
 
 
-@pytest.mark.parametrize("flag", ["--disable=chunked_prefill", "--disable=sampling.penalties"])
+@pytest.mark.parametrize(
+    "flag", ["--disable=chunked_prefill", pytest.param("--disable=sampling.penalties", marks=pytest.mark.long)]
+)
 def test_what_is_off_is_left_out(tiny_path, capsys, flag):
     status, shown = selftest(capsys, tiny_path, flag)
     assert status == 0, shown.err

@@ -195,6 +195,7 @@ def test_without_a_model_the_server_does_not_start(tiny):
         Stand(config, (NAME,))
 
 
+@pytest.mark.long
 def test_the_demo_with_a_layer_truncated_copy(tmp_path):
     """Real text, a tokenizer on both sides: some drafts are right and some are not, alone and beside `ngram`."""
     stand = make_stand("demo", truncate("demo", 24, tmp_path), max_drafts=4)

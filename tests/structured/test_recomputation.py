@@ -55,7 +55,12 @@ def test_c29_the_answers_do_depend_on_the_state(roomy):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"plugins": {"chunked_prefill": {"mode": "fixed", "chunk_size": 4}}}, {"disable": ("prefix_cache",)}]
+    "more",
+    [
+        {},
+        pytest.param({"plugins": {"chunked_prefill": {"mode": "fixed", "chunk_size": 4}}}, marks=pytest.mark.long),
+        pytest.param({"disable": ("prefix_cache",)}, marks=pytest.mark.long),
+    ],
 )
 def test_c29_recomputed_in_a_small_pool_the_answers_are_those_of_a_large_one(roomy, more):
     found, records = answers(WANTED, num_blocks=16, block_size=8, **more)
