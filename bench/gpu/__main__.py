@@ -1,0 +1,7 @@
+"""`python -m gpu`."""
+
+from __future__ import annotations
+
+from .suite import main
+
+raise SystemExit(main())
