@@ -21,6 +21,9 @@ on a dimension that the caller didn't name isn't used. `use` is what the kernel 
 
 A kernel whose name ends in "_invariant" gives a row the same bits whatever rows are beside it. Its sums are ordered by its sizes, so no
 rule of it may look at the number of rows, `m`.
+
+Attention has three entries: "attention_invariant", "attention_decode" (the batch's longest query has few rows) and "attention_prompt". Of
+it `m` is the rows of the longest query (its tokens times the query heads that share a KV head), `kv_bits` those of a cached value.
 """
 
 from __future__ import annotations
@@ -147,19 +150,56 @@ _WEIGHT_BITS = {"int8_weight_matmul": 8, "int4_weight_matmul": 4, "int8_matmul":
 """Bits of a weight where it is stored in fewer than an activation has, or both are."""
 
 
-def candidates(kernel: str, *, bits: int = 16, shared_bytes: int = 227 * 1024) -> Iterator[dict[str, int]]:
-    """Sizes worth measuring for a kernel of this package's products, or for "quantize_activations"; for a tool that writes tables.
+_ROW_KERNELS = {
+    "quantize_activations": {"BLOCK": (512, 1024, 2048, 4096, 8192), "num_warps": (2, 4, 8), "num_stages": (1,)},
+    "kv_write": {"ROWS": (2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)},
+    "rms_norm": {"BLOCK": (1024, 2048, 4096, 8192), "TILE": (1024, 2048), "num_warps": (2, 4, 8, 16)},
+    "rope": {"HEADS": (2, 4, 8, 16, 32), "num_warps": (1, 2, 4, 8)},
+    "gated": {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (2, 4, 8)},
+    "embed": {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (2, 4, 8)},
+    "softcap": {"BLOCK": (512, 1024, 2048, 4096), "num_warps": (2, 4, 8)},
+    "sampling": {"BLOCK": (1024, 2048, 4096, 8192), "num_warps": (4, 8, 16, 32)},
+    "verify": {"BLOCK": (16, 32, 64), "num_warps": (1, 2)},
+}
+"""Sizes of kernels that work on rows, each by itself."""
+
+
+def candidates(
+    kernel: str, *, bits: int = 16, shared_bytes: int = 227 * 1024, head_dim: int = 128, kv_bits: int = 16
+) -> Iterator[dict[str, int]]:
+    """Sizes worth measuring for a kernel of this package that has a table; for a tool that writes tables.
 
     bits: of an activation. shared_bytes: what a block may have of shared memory (227 KiB on Hopper, 163 on A100, 99 on other cards since
-    Ampere). Left out is what can't fit: stages of both operands in shared memory, at most 128 accumulators a thread; and tiles that
-    leave a thread fewer than 4. Raises ValueError for other kernels."""
+    Ampere). head_dim, kv_bits: of attention. Left out is what can't fit: stages of both operands in shared memory, at most 128
+    accumulators a thread; and tiles that leave a thread fewer than 4. Raises ValueError for other kernels."""
     base = kernel.removesuffix(INVARIANT)
-    if base == "quantize_activations":
-        for block, warps in itertools.product((512, 1024, 2048, 4096, 8192), (2, 4, 8)):
-            yield {"BLOCK": block, "num_warps": warps, "num_stages": 1}
-        return
-    if base != "matmul" and base not in _WEIGHT_BITS:
+    if kernel in _ROW_KERNELS:
+        names, values = zip(*_ROW_KERNELS[kernel].items(), strict=True)
+        yield from (dict(zip(names, sizes, strict=True)) for sizes in itertools.product(*values))
+    elif kernel in _ATTENTION_ROWS:
+        yield from _attention(kernel, bits, kv_bits, head_dim, shared_bytes)
+    elif base == "matmul" or base in _WEIGHT_BITS:
+        yield from _products(base, bits, shared_bytes)
+    else:
         raise ValueError(f"no candidates for a kernel {kernel!r}")
+
+
+_ATTENTION_ROWS = {"attention_invariant": (16, 32, 64), "attention_decode": (16, 32), "attention_prompt": (64, 128)}
+
+
+def _attention(kernel: str, bits: int, kv_bits: int, head_dim: int, shared_bytes: int) -> Iterator[dict[str, int]]:
+    """Splits of prompts only say where work may be divided, so that there is one."""
+    width = 1 << (head_dim - 1).bit_length()
+    splits = (1024,) if kernel == "attention_prompt" else (256, 512, 1024)
+    shapes = itertools.product(_ATTENTION_ROWS[kernel], (32, 64, 128), splits, (4, 8), (2, 3, 5))
+    for rows, tile, split, warps, stages in shapes:
+        queries, keys = rows * width * bits // 8, tile * width * (2 * kv_bits if kv_bits == bits else 2 * (kv_bits + bits)) // 8
+        held = (rows * width * (2 if kernel.endswith(INVARIANT) else 1) + rows * tile) // (32 * warps)  # float32 of a thread
+        if queries + keys * (stages + 1) // 2 <= shared_bytes and held <= 192:
+            yield {"block_m": rows, "tile": tile, "split": split, "num_warps": warps, "num_stages": stages}
+
+
+def _products(base: str, bits: int, shared_bytes: int) -> Iterator[dict[str, int]]:
     bits = 8 if base in {"int8_matmul", "fp8_matmul"} else bits
     weight_bits = _WEIGHT_BITS.get(base, bits)
     depths = (128,) if base == "int4_weight_matmul" else (64, 128) if weight_bits == 8 else (32, 64, 128)

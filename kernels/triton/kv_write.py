@@ -11,12 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention import DTYPES, MAX_HEAD_DIM, Launch, check_caches, check_place, strides, values_and_scales
-
-ROWS = 16
-"""Rows (tokens x KV heads) of a program. Untuned."""
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""Products are rounded before anything is added to them."""
+from . import configs
+from .attention import DTYPES, MAX_HEAD_DIM, check_caches, check_place, strides, values_and_scales
+from .launch import Launch
 
 
 @triton.jit
@@ -117,23 +114,26 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: t
     don't fit each other, or are where the kernels can't run."""
     _check(k, v, k_cache, v_cache, slots)
     if k.numel():
-        launch(k, v, k_cache, v_cache, slots).run()
+        writing(k, v, k_cache, v_cache, slots).run(k.device)
 
 
-def launch(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> Launch:
-    """What `write_kv` runs; arguments as there, checked already."""
+def writing(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> Launch:
+    """What `write_kv` runs; arguments as there, checked already. Without fusion: products are rounded before anything is added."""
     tokens, heads, head_dim = k.shape
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     (to_k, k_scales), (to_v, v_scales) = values_and_scales(k_cache), values_and_scales(v_cache)
+    use = configs.config("kv_write", heads=heads, head_dim=head_dim)
     arguments = {
         **strides("k", to_k, k_scales), **strides("v", to_v, v_scales),
         "k": k, "v": v, "k_cache": to_k, "v_cache": to_v, "k_scales": k_scales, "v_scales": v_scales,
         "slots": slots.contiguous(), "rows": tokens * heads,
         "k_from_t": k.stride(0), "k_from_h": k.stride(1), "v_from_t": v.stride(0), "v_from_h": v.stride(1),
-        "HEADS": heads, "HEAD_DIM": head_dim, "D_PAD": triton.next_power_of_2(head_dim), "BLOCK_SIZE": k_cache.shape[1], "ROWS": ROWS,
+        "HEADS": heads, "HEAD_DIM": head_dim, "D_PAD": triton.next_power_of_2(head_dim), "BLOCK_SIZE": k_cache.shape[1],
+        "ROWS": use["ROWS"],
         "FORMAT": {torch.int8: 1, torch.float8_e4m3fn: 2}.get(k_cache.dtype, 0),
     }  # fmt: skip
-    return Launch(kv_write_kernel, (-(-tokens * heads // ROWS),), arguments, OPTIONS)
+    options = {"num_warps": use["num_warps"], "enable_fp_fusion": False}
+    return Launch(kv_write_kernel, (-(-tokens * heads // use["ROWS"]),), arguments, options)
 
 
 def _check(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,10 +16,28 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, its grid and its arguments by name; `options` are the compiler's."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    options: Mapping[str, int | bool]
+
+    def run(self, device: torch.device) -> None:
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            self.kernel[self.grid](**self.arguments, **self.options)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run `kernel` once for each place of `grid`. options: its constants, and num_warps or num_stages. An empty grid is nothing to do."""
+    """Run `kernel` once for each place of `grid`, on the device of its first argument. An empty grid is nothing to do.
+
+    options: its constants, num_warps, num_stages, and perhaps enable_fp_fusion: whether a product and the sum it goes into may be rounded
+    as one. True, unless given: Triton's own default isn't the same in all versions."""
     if all(grid):
-        kernel[grid](*args, **options)
+        with torch.cuda.device_of(args[0]):
+            kernel[grid](*args, **({"enable_fp_fusion": True} | options))
 
 
 def sizes(defaults: Mapping[str, int], config: Mapping[str, int] | None) -> dict[str, int]:

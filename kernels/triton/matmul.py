@@ -14,14 +14,13 @@ Bits are compared in Triton's interpreter only; on a device neither they nor spe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from . import configs
-from .launch import INTERPRETED
+from .launch import INTERPRETED, launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,6 +35,38 @@ def tile_of(program, rows, outputs, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
     within = program % (GROUP_M * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     return group * GROUP_M + within % height, within // height
+
+
+@triton.jit
+def rows_of_tile(pointer, tile, count, stride, BLOCK: tl.constexpr):
+    """(numbers of a tile's rows, pointers to them); beyond the last row: to the first."""
+    i = tile * BLOCK + tl.arange(0, BLOCK)
+    return i, pointer + tl.where(i < count, i, 0).to(tl.int64) * stride
+
+
+@triton.jit
+def load_inputs(rows, k, inputs, EVEN_K: tl.constexpr):
+    """Inputs k of rows, pointers; one of them [n, 1], the other [1, n]. EVEN_K: all k are below `inputs`; otherwise zeros from there on."""
+    if EVEN_K:
+        return tl.load(rows + k)
+    return tl.load(rows + k, mask=k < inputs, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    y_ptr, y, bias_ptr, m, n, rows, outputs, y_stride, HAS_BIAS: tl.constexpr, TURNED: tl.constexpr
+):  # fmt: skip
+    """y, float32 [m, n] or TURNED [n, m], and the bias in y_ptr's dtype, as far as there are such rows and outputs."""
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)
+        y += bias[:, None] if TURNED else bias[None, :]
+    if TURNED:
+        at = y_ptr + m.to(tl.int64)[None, :] * y_stride + n[:, None]
+        keep = (m < rows)[None, :] & (n < outputs)[:, None]
+    else:
+        at = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
+        keep = (m < rows)[:, None] & (n < outputs)[None, :]
+    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -63,27 +94,18 @@ def matmul_kernel(
     Rows and outputs beyond the last are computed from the first one's values and not stored. EVEN_K: inputs is a multiple of BLOCK_K.
     WIDEN: multiply in float32 (see `INTERPRETED`)."""
     tile_m, tile_n = tile_of(tl.program_id(0), rows, outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x_ptr + tl.where(m < rows, m, 0).to(tl.int64) * x_stride
-    weight_rows = weight_ptr + tl.where(n < outputs, n, 0).to(tl.int64) * weight_stride
+    m, x_rows = rows_of_tile(x_ptr, tile_m, rows, x_stride, BLOCK_M)
+    n, weight_rows = rows_of_tile(weight_ptr, tile_n, outputs, weight_stride, BLOCK_N)
     sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, inputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            x = tl.load(x_rows[:, None] + k[None, :])
-            weight = tl.load(weight_rows[None, :] + k[:, None])
-        else:
-            x = tl.load(x_rows[:, None] + k[None, :], mask=k[None, :] < inputs, other=0.0)
-            weight = tl.load(weight_rows[None, :] + k[:, None], mask=k[:, None] < inputs, other=0.0)
+        x = load_inputs(x_rows[:, None], k[None, :], inputs, EVEN_K)
+        weight = load_inputs(weight_rows[None, :], k[:, None], inputs, EVEN_K)
         if WIDEN:
             x = x.to(tl.float32)
             weight = weight.to(tl.float32)
         sums = tl.dot(x, weight, sums, input_precision="ieee")
-    if HAS_BIAS:
-        sums += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    y = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
-    tl.store(y, sums.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
+    store_tile(y_ptr, sums, bias_ptr, m, n, rows, outputs, y_stride, HAS_BIAS, False)  # pyright: ignore[reportArgumentType] - a constant
 
 
 def matmul(
@@ -140,8 +162,8 @@ def sizes_for(kernel: str, given: Mapping[str, int] | None, *, invariant: bool, 
     return configs.config(kernel + configs.INVARIANT, **{name: size for name, size in shape.items() if name != "m"})
 
 
-def programs(rows: int, outputs: int, tile: Mapping[str, int]) -> int:
-    return triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(outputs, tile["BLOCK_N"])
+def programs(rows: int, outputs: int, tile: Mapping[str, int]) -> tuple[int]:
+    return (triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(outputs, tile["BLOCK_N"]),)
 
 
 def row_stride(x: torch.Tensor) -> int:
@@ -165,11 +187,3 @@ def check_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         raise ValueError(f"a bias is float32, bfloat16 or float16 [{weight.shape[0]}], not {bias.dtype} {list(bias.shape)}")
     if {t.device for t in (weight, bias) if t is not None} - {x.device}:
         raise ValueError("x, weight and bias must be on one device")
-
-
-def launch(kernel: Any, count: int, *args: Any, **options: Any) -> None:
-    """Runs `count` programs of a kernel, on the device of its first argument. options: its constexpr parameters, num_warps, num_stages, and
-    perhaps enable_fp_fusion: whether a product and the sum it goes into may be rounded as one. True, unless given: Triton's own default
-    isn't the same in all versions."""
-    with torch.cuda.device_of(args[0]):
-        kernel[(count,)](*args, **({"enable_fp_fusion": True} | options))

@@ -18,7 +18,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .matmul import DTYPES, check_product, contiguous_rows, launch, programs, row_stride, sizes_for, tile_of
+from .launch import launch
+from .matmul import (
+    DTYPES,
+    check_product,
+    contiguous_rows,
+    load_inputs,
+    programs,
+    row_stride,
+    rows_of_tile,
+    sizes_for,
+    store_tile,
+    tile_of,
+)
 
 FP8 = torch.float8_e4m3fn
 LIMITS = {torch.int8: 127.0, FP8: 448.0}
@@ -92,22 +104,16 @@ def w8a8_kernel(
 ) -> None:
     """A tile of y a program. x: [rows, inputs], weight: [outputs, inputs], both int8 (INTEGER) or both e4m3; scales float32."""
     tile_m, tile_n = tile_of(tl.program_id(0), rows, outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x_ptr + tl.where(m < rows, m, 0).to(tl.int64) * x_stride
-    weight_rows = weight_ptr + tl.where(n < outputs, n, 0).to(tl.int64) * weight_stride
+    m, x_rows = rows_of_tile(x_ptr, tile_m, rows, x_stride, BLOCK_M)
+    n, weight_rows = rows_of_tile(weight_ptr, tile_n, outputs, weight_stride, BLOCK_N)
     if INTEGER:
         sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     else:
         sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, inputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            x = tl.load(x_rows[:, None] + k[None, :])
-            weight = tl.load(weight_rows[None, :] + k[:, None])
-        else:
-            x = tl.load(x_rows[:, None] + k[None, :], mask=k[None, :] < inputs, other=0.0)
-            weight = tl.load(weight_rows[None, :] + k[:, None], mask=k[:, None] < inputs, other=0.0)
+        x = load_inputs(x_rows[:, None], k[None, :], inputs, EVEN_K)
+        weight = load_inputs(weight_rows[None, :], k[:, None], inputs, EVEN_K)
         if INTEGER:
             sums = tl.dot(x, weight, sums, out_dtype=tl.int32)
         else:
@@ -115,10 +121,7 @@ def w8a8_kernel(
     x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
     weight_scale = tl.load(weight_scale_ptr + n, mask=n < outputs, other=0.0)
     y = sums.to(tl.float32) * x_scale[:, None] * weight_scale[None, :]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[None, :]
-    at = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < outputs)[None, :])
+    store_tile(y_ptr, y, bias_ptr, m, n, rows, outputs, y_stride, HAS_BIAS, False)  # pyright: ignore[reportArgumentType] - a constant
 
 
 def quantize_activations(
@@ -140,7 +143,7 @@ def quantize_activations(
         integer = dtype == torch.int8
         launch(
             quantize_kernel,
-            rows,
+            (rows,),
             x,
             q,
             scales,

@@ -11,11 +11,10 @@ from typing import Literal
 
 import torch
 
+from . import configs
 from .launch import FLOATS, launch, power_of_two, sizes
 from .sampling_kernels import filter_kernel, sample_kernel
 
-SAMPLE = {"BLOCK": 2048, "num_warps": 16}
-"""BLOCK: ids that a program looks at together."""
 OK, NOTHING_FINITE, NOT_A_NUMBER = 0, 1, 2
 """A row's state: no logit above -inf (of the model, or after top-k, top-p and min-p); a logit that is NaN or +inf."""
 LOGPROBS: dict[str | None, int] = {None: 0, "raw": 1, "processed": 2}
@@ -102,7 +101,8 @@ def sample(
     logits: [B, vocabulary], float32, bfloat16 or float16, rows of any stride; not changed: masks, biases and penalties are in them already.
     Greedy rows (temperature below 1e-5) give the most likely token, the lowest id among equals, whatever the other parameters.
     logprobs: of the drawn token, by the given logits ("raw"), or by what was drawn from ("processed"; greedy rows: raw).
-    config: sizes in place of SAMPLE's; BLOCK is a power of two from 16 on. Waits for nothing: a row's failure is in `states`.
+    config: sizes in place of the stored ones; BLOCK, the ids that a program looks at together, is a power of two from 16 on. Waits for
+    nothing: a row's failure is in `states`.
     Raises ValueError for other shapes, dtypes or names.
     """
     use = _checked(logits, rows, config)
@@ -153,7 +153,7 @@ def _checked(logits: torch.Tensor, rows: SamplingRows, config: Mapping[str, int]
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError("each row of logits must be in one piece (stride 1)")
     rows.check(len(logits), logits.device)
-    use = sizes(SAMPLE, config)
+    use = sizes(configs.config("sampling", n=logits.shape[1]), config)
     if use["BLOCK"] < 16 or use["BLOCK"] & (use["BLOCK"] - 1):
         raise ValueError(f"BLOCK is {use['BLOCK']}; expected a power of two from 16 on")
     return {**use, "BLOCK": min(use["BLOCK"], max(16, power_of_two(logits.shape[1])))}

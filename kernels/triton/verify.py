@@ -15,10 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import configs
 from .launch import check_ids, launch, sizes
-
-VERIFY = {"BLOCK": 32, "num_warps": 1}
-"""BLOCK: drafts that a program looks at together."""
 
 
 @triton.jit
@@ -69,9 +67,10 @@ def verify(
     drafts: int32 or int64 [D], all requests' behind each other. draft_start: int32 or int64 [B + 1]: request r's are
     draft_start[r] : draft_start[r + 1], maybe none; rising from 0 to D, which is not checked. sampled: int32 or int64 [D + B]: request
     r's tokens, one for each draft and one more, from draft_start[r] + r on; greedy or drawn, -1 where there is none.
-    config: sizes in place of VERIFY's. Raises ValueError for other shapes, dtypes, devices or sizes. Waits for nothing.
+    config: sizes in place of the stored ones; BLOCK: drafts that a program looks at together. Raises ValueError for other shapes, dtypes,
+    devices or sizes. Waits for nothing.
     """
-    use = sizes(VERIFY, config)
+    use = sizes(configs.config("verify"), config)
     count = draft_start.numel() - 1
     if count < 0:
         raise ValueError("draft_start is empty; expected [B + 1], beginning with 0")

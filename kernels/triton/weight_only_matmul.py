@@ -23,8 +23,19 @@ import triton
 import triton.language as tl
 
 from .int4_weight import Int4Weight
-from .launch import INTERPRETED
-from .matmul import DTYPES, check_product, contiguous_rows, launch, programs, row_stride, sizes_for, tile_of
+from .launch import INTERPRETED, launch
+from .matmul import (
+    DTYPES,
+    check_product,
+    contiguous_rows,
+    load_inputs,
+    programs,
+    row_stride,
+    rows_of_tile,
+    sizes_for,
+    store_tile,
+    tile_of,
+)
 from .quantized_matmul import check_scales
 
 
@@ -51,27 +62,18 @@ def int8_weight_kernel(
 ) -> None:
     """A tile of y a program, transposed. x: [rows, inputs], weight: int8 [outputs, inputs], scale: float32 [outputs]."""
     tile_m, tile_n = tile_of(tl.program_id(0), rows, outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x_ptr + tl.where(m < rows, m, 0).to(tl.int64) * x_stride
-    weight_rows = weight_ptr + tl.where(n < outputs, n, 0).to(tl.int64) * weight_stride
+    m, x_rows = rows_of_tile(x_ptr, tile_m, rows, x_stride, BLOCK_M)
+    n, weight_rows = rows_of_tile(weight_ptr, tile_n, outputs, weight_stride, BLOCK_N)
     sums = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for start in range(0, inputs, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        if EVEN_K:
-            x = tl.load(x_rows[None, :] + k[:, None])
-            integers = tl.load(weight_rows[:, None] + k[None, :])
-        else:
-            x = tl.load(x_rows[None, :] + k[:, None], mask=k[:, None] < inputs, other=0.0)
-            integers = tl.load(weight_rows[:, None] + k[None, :], mask=k[None, :] < inputs, other=0)
+        x = load_inputs(x_rows[None, :], k[:, None], inputs, EVEN_K)
+        integers = load_inputs(weight_rows[:, None], k[None, :], inputs, EVEN_K)
         if WIDEN:
             x = x.to(tl.float32)
         sums = tl.dot(integers.to(tl.float32).to(x.dtype), x, sums, input_precision="ieee")
     y = sums * tl.load(scale_ptr + n, mask=n < outputs, other=0.0)[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
-    at = y_ptr + m.to(tl.int64)[None, :] * y_stride + n[:, None]
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
+    store_tile(y_ptr, y, bias_ptr, m, n, rows, outputs, y_stride, HAS_BIAS, True)  # pyright: ignore[reportArgumentType] - a constant
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -99,21 +101,15 @@ def int4_weight_kernel(
 ) -> None:
     """A tile of y a program, transposed. x: [rows, inputs]; weight: uint8, scale and zero: [groups, outputs] as in `Int4Weight`."""
     tile_m, tile_n = tile_of(tl.program_id(0), rows, outputs, BLOCK_M, BLOCK_N, GROUP_M)
-    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m, x_rows = rows_of_tile(x_ptr, tile_m, rows, x_stride, BLOCK_M)
+    n, weight_rows = rows_of_tile(weight_ptr, tile_n, outputs, weight_stride, BLOCK_N)
     HALF: tl.constexpr = GROUP_SIZE // 2
     j = tl.arange(0, HALF)
-    x_rows = x_ptr + tl.where(m < rows, m, 0).to(tl.int64) * x_stride
-    weight_rows = weight_ptr + tl.where(n < outputs, n, 0).to(tl.int64) * weight_stride
     y = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     for group in range(tl.cdiv(inputs, GROUP_SIZE)):
         k = group * GROUP_SIZE + j
-        if EVEN_K:
-            x_low = tl.load(x_rows[None, :] + k[:, None])
-            x_high = tl.load(x_rows[None, :] + k[:, None] + HALF)
-        else:
-            x_low = tl.load(x_rows[None, :] + k[:, None], mask=k[:, None] < inputs, other=0.0)
-            x_high = tl.load(x_rows[None, :] + k[:, None] + HALF, mask=k[:, None] + HALF < inputs, other=0.0)
+        x_low = load_inputs(x_rows[None, :], k[:, None], inputs, EVEN_K)
+        x_high = load_inputs(x_rows[None, :], k[:, None] + HALF, inputs, EVEN_K)
         if WIDEN:
             x_low = x_low.to(tl.float32)
             x_high = x_high.to(tl.float32)
@@ -128,10 +124,7 @@ def int4_weight_kernel(
         sums = tl.dot(low.to(tl.float32).to(x_low.dtype), x_low, input_precision="ieee")
         sums = tl.dot(high.to(tl.float32).to(x_high.dtype), x_high, sums, input_precision="ieee")
         y += sums * tl.load(scale_ptr + group * outputs + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + n, mask=n < outputs, other=0.0).to(tl.float32)[:, None]
-    at = y_ptr + m.to(tl.int64)[None, :] * y_stride + n[:, None]
-    tl.store(at, y.to(y_ptr.dtype.element_ty), mask=(m < rows)[None, :] & (n < outputs)[:, None])
+    store_tile(y_ptr, y, bias_ptr, m, n, rows, outputs, y_stride, HAS_BIAS, True)  # pyright: ignore[reportArgumentType] - a constant
 
 
 def int8_weight_matmul(

@@ -16,9 +16,14 @@ from tokenbus.kernels.triton.kv_write import write_kv
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FP8 = torch.float8_e4m3fn
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
-"""Without conftest.py, and so without TRITON_INTERPRET, these tests run on a GPU."""
+"""With TRITON_INTERPRET=0 these tests run on a GPU: see conftest.py."""
 SMALL = {"block_m": 64, "tile": 32, "split": 64, "num_warps": 4, "num_stages": 2}
 """Several tiles and splits for short contexts."""
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Of numbers where the kernels run."""
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def quantize_fp8(x: torch.Tensor) -> torch.Tensor:
@@ -83,6 +88,7 @@ class Case:
         fill: float = 0.0,
         seed: int = 0,
         config: Mapping[str, int] | None = SMALL,
+        invariant: bool = True,
     ) -> list[torch.Tensor]:
         """Each step: {request: new tokens}, in the batch's order. Each request's outputs of all steps; empty if it had none."""
         counts = [-(-len(rows) // self.block_size) for rows in self.q]
@@ -97,7 +103,10 @@ class Case:
             write_kv(k, v, k_cache, v_cache, self.slots(parts, tables))
             starts = torch.tensor([0, *step.values()]).cumsum(0).tolist()
             plan = AttentionPlan(starts, [p.stop for p in parts.values()], [tables[r] for r in parts], DEVICE)
-            found = paged_attention(q, k_cache, v_cache, plan, self.scale, self.window, self.softcap, config)
+            longest = max(step.values())
+            found = paged_attention(
+                q, k_cache, v_cache, plan, self.scale, self.window, self.softcap, config, invariant=invariant, longest=longest
+            )
             for (r, part), rows in zip(parts.items(), found.split(list(step.values())), strict=True):
                 out[r].append(rows.cpu())
                 done[r] = part.stop

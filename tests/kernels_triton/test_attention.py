@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tokenbus.kernels.triton import attention
-from tokenbus.kernels.triton.attention import INTERPRETED, AttentionPlan, Tiling, paged_attention
+from tokenbus.kernels.triton.attention import INTERPRETED, AttentionPlan, Tiling, Work, launches, paged_attention
 from tokenbus.kernels.triton.kv_write import write_kv
 
 from .paged import BF16, DEVICE, F16, F32, FP8, SMALL, Case, same
@@ -61,6 +61,74 @@ def test_default_tilings(dim, dtype):
     """More than one split of the default size, spread among programs and not."""
     case = Case.make([530], heads=1, kv_heads=1, dim=dim, dtype=dtype, block_size=64)
     check(case, [{0: 520}, {0: 7}, {0: 3}], config=None)
+
+
+@pytest.mark.parametrize("config", [None, {"tile": 16, "split": 32}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 40, "softcap": 10.0, "dtype": BF16},
+        {"cache_dtype": INT8, "dtype": BF16, "dim": 80},
+        {"cache_dtype": FP8, "dtype": F16, "heads": 5, "kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_tilings_that_follow_the_batch(options, config):
+    """Prompts, a mixture, short drafts, decode steps: some in one program over several splits that don't begin afresh, some spread."""
+    case = Case.make([2, 70, 85], **{"heads": 4, "kv_heads": 2, **options})
+    check(case, [{2: 80, 1: 40}, {1: 25, 2: 1, 0: 1}, {1: 4, 2: 3}, {2: 1, 1: 1, 0: 1}], config=config, invariant=False)
+
+
+def test_a_program_of_several_splits_begins_afresh_only_where_rows_must_not_depend_on_the_batch(monkeypatch):
+    monkeypatch.setattr(attention, "ENOUGH", 0)
+    case = Case.make([140], heads=3, kv_heads=1)
+    small = {**SMALL, "tile": 32, "split": 64}
+    free = case.run([{0: 140}], config=small, invariant=False)[0]
+    one = case.run([{0: 140}], config={**small, "split": 192}, invariant=False)[0]
+    assert not torch.equal(free, case.run([{0: 140}], config=small)[0])
+    torch.testing.assert_close(free, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache_dtype", [F32, INT8])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("invariant", [True, False])
+def test_padding_reads_and_writes_nothing(invariant, window, cache_dtype):
+    """A captured graph runs a fixed number of work items, merge jobs, rows: what has no tokens, and slots below 0, changes nothing."""
+    case = Case.make([140, 30], heads=4, kv_heads=2, window=window, cache_dtype=cache_dtype)
+    q, k, v = (torch.cat([of[0][-1:], of[1]]).to(DEVICE) for of in (case.q, case.k, case.v))
+    k_cache, v_cache = case.caches(14)
+    tables = [list(range(9)), [11, 10]]
+    for r in (0, 1):
+        slots = torch.tensor([tables[r][p // 16] * 16 + p % 16 for p in range(len(case.k[r]))], device=DEVICE)
+        write_kv(case.k[r].to(DEVICE), case.v[r].to(DEVICE), k_cache, v_cache, slots)
+    plan = AttentionPlan([0, 1, 31], [140, 30], tables, DEVICE)
+    tiling = Tiling.choose(64, 2, F32, SMALL, one_byte=cache_dtype is INT8, invariant=invariant)
+    work = plan.work(tiling.block_m // 2, tiling.split, window, 2)
+    assert work.slots > 0
+    assert len(work.jobs) > 0
+
+    def run(rows):
+        out = torch.full((rows, 4, 64), 7.0, device=DEVICE)
+        padded = torch.full((rows, 4, 64), float("nan"), device=DEVICE)
+        padded[:31] = q
+        for launch in launches(out, padded, k_cache, v_cache, plan, case.scale, window, None, tiling):
+            launch.run(DEVICE)
+        return out
+
+    before = run(31)
+    stale = torch.tensor(
+        [[3, 0, 50, 1 << 20, 0, 3, 1, 0], [0] * 8, [1 << 20, 0, 7, 0, 5, 9, -1, 0]], dtype=torch.int32, device=DEVICE
+    )
+    items = torch.cat([work.items[:1], stale, work.items[1:], stale])
+    jobs = torch.cat([stale[:, :4], work.jobs, stale[:, :4]])
+    plan._work = {key: Work(items, jobs, work.slots) for key in plan._work}
+    after = run(40)
+    assert torch.equal(after[:31], before)
+    assert bool((after[31:] == 7.0).all())
+    bytes_before = k_cache.clone(), v_cache.clone()
+    write_kv(k, v, k_cache, v_cache, torch.full((31,), -1, device=DEVICE))
+    assert all(torch.equal(a.view(INT8), b.view(INT8)) for a, b in zip(bytes_before, (k_cache, v_cache), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -204,8 +272,18 @@ def test_nothing_to_do():
 
 def test_tilings_depend_on_shapes_only_and_hold_the_group():
     assert Tiling.choose(128, 8, BF16).block_m == 64
+    assert len({Tiling.choose(128, 8, BF16, longest=longest) for longest in (None, 1, 5, 9000)}) == 1
     assert Tiling.choose(64, 71, BF16).block_m == 128
     assert Tiling.choose(64, 3, F32, {"split": 96}).split == 96
+
+
+def test_tilings_that_may_do_so_follow_the_longest_query():
+    decode, drafts, prompt = (Tiling.choose(128, 4, BF16, longest=longest, invariant=False) for longest in (4, 8, 9))
+    assert [tiling.block_m for tiling in (decode, drafts, prompt)] == [16, 32, 64]
+    assert Tiling.choose(128, 4, BF16, invariant=False).block_m == 128
+    assert Tiling.choose(128, 4, BF16, longest=1, invariant=False, one_byte=True).tile == 2 * decode.tile
+    assert all(tiling.flat for tiling in (decode, drafts, prompt))
+    assert not Tiling.choose(128, 4, BF16).flat
 
 
 @pytest.mark.parametrize(
@@ -235,6 +313,7 @@ def test_impossible_configs(config, words):
         ({"cache": torch.zeros(1, 16, 64, 2).transpose(2, 3)}, "behind each other"),
         ({"window": 0}, "window"),
         ({"softcap": 0.0}, "softcap"),
+        ({"scale": 0.0}, "scale"),
     ],
 )
 def test_arguments_that_do_not_fit(change, words):
@@ -242,7 +321,7 @@ def test_arguments_that_do_not_fit(change, words):
     cache = change.get("cache", torch.zeros(1, 16, 2, 64)).to(DEVICE)
     plan = AttentionPlan([0, 3], [3], [[0]], DEVICE)
     with pytest.raises(ValueError, match=words):
-        paged_attention(q, cache, cache, plan, 1.0, change.get("window"), change.get("softcap"))
+        paged_attention(q, cache, cache, plan, change.get("scale", 1.0), change.get("window"), change.get("softcap"))
 
 
 def test_tensors_where_no_kernel_runs(monkeypatch):

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tokenbus.kernels.triton import configs
+from tokenbus.kernels.triton.attention import Tiling
 from tokenbus.kernels.triton.configs import candidates, config, config_for, file_name, is_tuned, load, parse
 
 TABLES = sorted(path.stem for path in configs.FOLDER.glob("*.json"))
 PRODUCTS = ["matmul", "int8_matmul", "fp8_matmul", "int8_weight_matmul", "int4_weight_matmul"]
+ROW_KERNELS = ["quantize_activations", "kv_write", "rms_norm", "rope", "gated", "embed", "softcap", "sampling", "verify"]
+ATTENTION = ["attention_invariant", "attention_decode", "attention_prompt"]
 INVARIANTS = ["matmul_invariant", "fp8_matmul_invariant", "int8_weight_matmul_invariant", "int4_weight_matmul_invariant"]
 
 
@@ -42,7 +47,7 @@ def test_the_default_serves_every_kernel_at_every_size_and_says_that_it_is_untun
     default = load("default")
     assert default is not None
     assert not default.tuned
-    assert set(default.kernels) == {*PRODUCTS, *INVARIANTS, "quantize_activations"}
+    assert set(default.kernels) == {*PRODUCTS, *INVARIANTS, *ROW_KERNELS, *ATTENTION}
     for kernel, rules in default.kernels.items():
         assert not rules[-1].when, f"{kernel}: the last rule must be for the rest"
         assert all(rule.when for rule in rules[:-1]), f"{kernel}: rules after one for everything are never used"
@@ -98,8 +103,9 @@ def test_a_device_of_its_own_comes_first_and_the_default_has_the_rest(folder):
 def test_unknown_kernels_are_refused():
     with pytest.raises(ValueError, match=r"'matmull'.*matmul"):
         config("matmull")
-    with pytest.raises(ValueError, match="no candidates"):
-        list(candidates("attention"))
+    for name in ("attention", "rope_invariant", "attention_decode_invariant"):
+        with pytest.raises(ValueError, match="no candidates"):
+            list(candidates(name))
 
 
 @pytest.mark.parametrize(
@@ -124,13 +130,34 @@ def test_malformed_tables_are_errors_that_name_the_file(text, message):
         parse(text, "x.json")
 
 
-@pytest.mark.parametrize("kernel", [*PRODUCTS, *INVARIANTS, "quantize_activations"])
+def test_every_default_tiling_of_attention_fits_the_shared_memory_of_every_card_since_ampere():
+    """Queries, and K and V once for every two stages from the third on (test_compile_attention.py sees what it really is)."""
+    for kernel in ATTENTION:
+        for bits, head_dim, m in itertools.product((16, 32), (64, 128, 256), (4, 32, 4096)):
+            shape = {"bits": bits, "kv_bits": bits, "head_dim": head_dim}
+            tile = config_for("", kernel, **shape, **({} if kernel == "attention_invariant" else {"m": m}))
+            copies = max(1, (tile["num_stages"] + 1) // 2)
+            assert bits // 8 * head_dim * (tile["block_m"] + 2 * copies * tile["tile"]) <= 99 * 1024, (kernel, shape, m)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_candidates_of_attention_are_tilings(kernel, head_dim):
+    found = list(candidates(kernel, head_dim=head_dim, kv_bits=8))
+    assert 10 < len(found) < 200
+    for tile in found:
+        Tiling.choose(head_dim, 8, torch.bfloat16, tile, one_byte=True)
+    parse(table({kernel: [{"use": tile} for tile in found]}), "x.json")
+    assert config_for("", kernel, head_dim=head_dim, bits=16, kv_bits=8, m=64) in found
+
+
+@pytest.mark.parametrize("kernel", [*PRODUCTS, *INVARIANTS, *ROW_KERNELS])
 def test_candidates_have_what_the_kernel_takes_and_fit(kernel):
     found = list(candidates(kernel))
-    assert 10 < len(found) < 500
+    assert 5 < len(found) < 500
     assert len({tuple(tile.items()) for tile in found}) == len(found)
     names = set(config_for("", kernel, n=4096, k=4096, bits=16))
     assert all(set(tile) == names for tile in found)
     parse(table({kernel: [{"use": tile} for tile in found]}), "x.json")
-    if kernel != "quantize_activations":
+    if kernel not in ROW_KERNELS:
         assert len(list(candidates(kernel, shared_bytes=48 * 1024))) < len(found)

@@ -8,6 +8,10 @@ import triton.language as tl
 from tokenbus.kernels.triton import matmul as module
 from tokenbus.kernels.triton.matmul import matmul
 
+from .paged import seeded
+
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
+
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F32, BF16, F16]
 SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 100), (64, 64, 64), (70, 130, 96)]
@@ -15,7 +19,7 @@ SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 100), (64, 64, 64), (70, 130, 96)]
 
 
 def make(m, n, k, dtype, *, seed=0):
-    g = torch.Generator().manual_seed(seed + 7 * k + n)
+    g = seeded(seed + 7 * k + n)
     x = torch.randn(m, k, generator=g).to(dtype)
     weight = (torch.randn(n, k, generator=g) * max(k, 1) ** -0.5).to(dtype)
     return x, weight, torch.randn(n, generator=g).to(dtype)
@@ -32,6 +36,7 @@ def reference(x, weight, bias=None):
     return y if bias is None else y + bias.float()
 
 
+@pytest.mark.skipif(not module.INTERPRETED, reason="on a GPU")
 def test_these_tests_run_in_the_interpreter():
     """Triton decides when it is imported, its own functions included."""
     assert module.INTERPRETED
@@ -73,7 +78,7 @@ def test_nothing_beyond_the_result_is_written():
     assert y.is_contiguous()
     module.launch(
         module.matmul_kernel,
-        1,
+        (1,),
         x,
         weight,
         weight,

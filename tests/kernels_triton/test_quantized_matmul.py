@@ -7,6 +7,10 @@ from tokenbus.kernels.triton.int4_weight import Int4Weight, int4_from_awq, int4_
 from tokenbus.kernels.triton.quantized_matmul import MAX_INT8_INPUTS, quantize_activations, quantize_weight, w8a8_matmul
 from tokenbus.kernels.triton.weight_only_matmul import int4_matmul, int8_weight_matmul
 
+from .paged import seeded
+
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
+
 F32, BF16, F16, I8, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
 DTYPES = [F32, BF16, F16]
 SHAPES = [(1, 1, 1), (3, 5, 7), (17, 70, 160), (66, 64, 128)]
@@ -14,7 +18,7 @@ SHAPES = [(1, 1, 1), (3, 5, 7), (17, 70, 160), (66, 64, 128)]
 
 
 def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
+    return seeded(seed)
 
 
 def normal(*shape, seed=0, dtype=F32):
@@ -28,7 +32,8 @@ def tolerance(dtype):
 
 
 def quantized_reference(x, dtype):
-    """The rule of `quantize_activations` in torch, whose conversion to e4m3 is its own."""
+    """The rule of `quantize_activations` in torch on a CPU, whose conversion to e4m3 is its own."""
+    x = x.cpu()
     limit = {I8: 127.0, FP8: 448.0}[dtype]
     peak = x.float().abs().amax(dim=1)
     inverse = torch.full_like(peak, limit) / torch.where(peak > 1e-30, peak, 1.0)  # limit / t is limit * (1 / t) in torch
@@ -46,8 +51,8 @@ class TestQuantizeActivations:
         q, scales = quantize_activations(x, to)
         wanted, wanted_scales = quantized_reference(x, to)
         assert q.dtype == to
-        assert torch.equal(scales, wanted_scales)
-        assert torch.equal(q.float(), wanted.float())
+        assert torch.equal(scales.cpu(), wanted_scales)
+        assert torch.equal(q.float().cpu(), wanted.float())
 
     def test_e4m3_rounds_to_the_nearest_everywhere(self):
         """Values of all sizes, ties and what is below the smallest normal; 448 makes the scale 1."""
@@ -143,7 +148,7 @@ class TestW8A8:
         xq = torch.randint(-128, 128, (3, 700), generator=generator(), dtype=I8)
         wq = torch.randint(-128, 128, (5, 700), generator=generator(1), dtype=I8)
         one = torch.ones(5)
-        wanted = (xq.long() @ wq.long().T).float()
+        wanted = (xq.double() @ wq.double().T).float()
         assert torch.equal(w8a8_matmul(xq, one[:3], wq, one, dtype=F32), wanted)
         large = torch.full((1, 4096), -128, dtype=I8)
         assert w8a8_matmul(large, one[:1], large, one[:1], dtype=F32).item() == 4096 * 128 * 128

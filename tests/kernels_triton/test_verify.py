@@ -9,6 +9,8 @@ import torch
 
 from tokenbus.kernels.triton.verify import verify
 
+pytestmark = pytest.mark.usefixtures("where_kernels_run")
+
 
 def ragged(drafts, sampled, *, ids=torch.int64, starts=torch.int32):
     start = [0]
