@@ -131,7 +131,7 @@ def _recordings(parser: argparse.ArgumentParser) -> None:
 def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recording", metavar="FILE", help="a recording of level full; each part stands for itself")
     parser.add_argument("--json", action="store_true", help="as JSON")
-    add_fields(parser, "model", ("model", "dtype", "kernels", "threads"), default="as recorded")
+    add_fields(parser, "model", ("model", "dtype", "device", "kernels", "batch_invariant", "threads"), default="as recorded")
     add_fields(parser, "features", ("load",))
 
 

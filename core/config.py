@@ -38,13 +38,19 @@ class ModelConfig(Section, frozen=True):
     """A Hugging Face directory, a hub id, a .gguf file, or "demo" (SmolLM2-135M-Instruct)."""
     served_model_name: str | None = None
     """The name clients use; default: the model's own."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Weights, activations and KV. auto: the checkpoint's own (float16 becomes float32), GGUF: bfloat16."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights, activations and KV. auto: the checkpoint's own, GGUF: bfloat16. float16 is for GPUs: on the CPU auto makes it
+    float32."""
     max_model_len: PositiveInt | None = None
     """Tokens of prompt plus output at most; default: what the model declares."""
-    device: Literal["cpu"] = "cpu"
-    kernels: Literal["auto", "cpu", "torch"] = "auto"
-    """What the decoder's layers run on. cpu: the C++ kernels, an error where they can't be had. auto: those where they can, else torch."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs. auto: on a GPU where torch finds one. cuda: an error where it doesn't."""
+    kernels: Literal["auto", "cpu", "torch", "triton"] = "auto"
+    """What the decoder's layers run on. cpu: the C++ kernels; triton: those for GPUs; an error where they can't be had. auto: the
+    device's own where they can, else torch."""
+    batch_invariant: Literal["auto", "on", "off"] = "auto"
+    """Whether a request's tokens must not depend on the rest of the batch. auto: on for the CPU, where it costs nothing, off on a GPU,
+    where it costs speed. off: on a GPU only. on: an error where the model's matrix products can't."""
     threads: PositiveInt | None = None
     """Threads that compute; default: the cores this process may use."""
     cores: str | None = None

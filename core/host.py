@@ -20,6 +20,7 @@ import pluggy
 import structlog
 
 from . import hooks
+from .device import DeviceKind, device_kind
 from .errors import (
     ConfigError,
     ConflictError,
@@ -132,6 +133,8 @@ class PluginHost:
         self.loaded: dict[str, Plugin] = {}
         self.at_start: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
         """What the configuration enables and disables."""
+        self.device: DeviceKind = "cpu"
+        """Where the model runs."""
         self._settings = {name: dict(values) for name, values in (settings or {}).items()}
         self._manager = pluggy.PluginManager(PROJECT)
         self._manager.add_hookspecs(hooks)
@@ -269,8 +272,11 @@ class PluginHost:
         return Switches(frozenset(on), reasons, now.failed - {name for name, wish in changes.items() if wish})
 
     def obstacle(self, name: str, on: Iterable[str]) -> str | None:
-        """Why a plugin can't be on beside these others: a conflict, or a slot that one of them holds."""
+        """Why a plugin can't be on beside these others, or with a model where it is: a device that it doesn't work with, a conflict, or a
+        slot that one of them holds."""
         info = self.info(name)
+        if self.device not in info.devices:
+            return f"it works on {' and '.join(sorted(info.devices))}, and the model is on {self.device}"
         for other in on:
             theirs = self.info(other)
             if other in info.conflicts or name in theirs.conflicts:
@@ -292,8 +298,14 @@ class PluginHost:
     def kernels(self, on: Iterable[str]) -> str:
         """What decides the bits of K/V: the lossy holders of the slot "attention", and the lossy plugins of scope "engine", which are part
         of the model ("": core's own kernels)."""
-        infos = map(self.info, on)
-        return " ".join(sorted(i.name for i in infos if not i.lossless and (i.slot in KERNEL_SLOTS or i.scope == "engine")))
+        lossy = (self.info(name) for name in on if not self.lossless(name))
+        return " ".join(sorted(info.name for info in lossy if info.slot in KERNEL_SLOTS or info.scope == "engine"))
+
+    def lossless(self, name: str) -> bool:
+        """Whether a plugin changes no bit of an answer here. Attention kernels say so of themselves beside core's on the CPU; on a GPU
+        core's are Triton's, and any others another set."""
+        info = self.info(name)
+        return info.lossless and not (info.slot == "attention" and self.device != "cpu")
 
     def holder(self, slot: str, on: Iterable[str]) -> str | None:
         """The plugin that is active in a slot; None: core's default."""
@@ -322,7 +334,7 @@ class PluginHost:
         """Which of the plugins that went off leave a request: lossless ones, unless the client pinned them, the request uses a field that
         they honour, or one that stays requires them. The others stay for as long as the request is open."""
         off = (features & gone).difference(pinned)
-        leaves = {name for name in off if self.info(name).lossless and self.info(name).claims.isdisjoint(fields)}
+        leaves = {name for name in off if self.lossless(name) and self.info(name).claims.isdisjoint(fields)}
         while needed := {other for name in features - leaves for other in self.info(name).requires & leaves}:
             leaves -= needed
         return frozenset(leaves)
@@ -334,7 +346,7 @@ class PluginHost:
         went on join, unless the client pinned them, or the request lacks what they require or has what they conflict with."""
         was_on, now_on = frozenset(old), frozenset(new)
         staying = features - self.leaving(features, was_on - now_on, pinned=pinned, fields=fields)
-        joining = {name for name in (now_on - was_on - staying).difference(pinned) if self.info(name).lossless}
+        joining = {name for name in (now_on - was_on - staying).difference(pinned) if self.lossless(name)}
         while unfit := {name for name in joining if not self._fits(name, staying | joining)}:
             joining -= unfit
         return staying | joining
@@ -461,6 +473,7 @@ def make_host(
     host = kind(role, config.plugins)
     host.discover(config.features.load)
     host.at_start = config.features.enable, config.features.disable
+    host.device = device_kind(config.model.device)
     for plugin in plugins:
         host.add(plugin)
     host.check_settings()

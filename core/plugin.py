@@ -40,8 +40,8 @@ class PluginInfo:
     """What a plugin declares about itself. Immutable."""
 
     __slots__ = (
-        "api_version", "claims", "conflicts", "default", "enforces", "live_settings", "lossless", "name", "requires", "resident",
-        "resumable", "scope", "slot", "summary",
+        "api_version", "claims", "conflicts", "default", "devices", "enforces", "live_settings", "lossless", "name", "requires",
+        "resident", "resumable", "scope", "slot", "summary",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class PluginInfo:
         resumable: bool = True,
         resident: bool = False,
         live_settings: Iterable[str] = (),
+        devices: Iterable[str] = ("cpu", "cuda"),
         api_version: tuple[int, int] = HOOK_API_VERSION,
     ) -> None:
         """
@@ -77,6 +78,7 @@ class PluginInfo:
             off, the worker's instance stays.
         live_settings: names of its `Settings` that can change while it is loaded: `self.settings` is then replaced between two steps, in
             front, engine and worker, so it must be read where it is used.
+        devices: kinds of device that it works with. With a model on another, a default goes off with the reason, and a wish is refused.
         """
         put = object.__setattr__
         put(self, "name", name)
@@ -92,6 +94,7 @@ class PluginInfo:
         put(self, "resumable", resumable)
         put(self, "resident", resident)
         put(self, "live_settings", frozenset(live_settings))
+        put(self, "devices", frozenset(devices))
         put(self, "api_version", tuple(api_version))
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -11,7 +11,7 @@ from .. import live_settings
 from ..errors import FieldError
 from ..front.audit import KEPT
 from ..front.service import Service
-from ..host import KERNEL_SLOTS
+from ..host import KERNEL_SLOTS, PluginHost
 from ..params import MAX_NAME_CHARS, check_switches
 from ..plugin import PluginInfo, Slot
 from .app import Call, Endpoint, Routes, json_response
@@ -24,7 +24,8 @@ CORE_DEFAULTS: dict[str, str] = {
     "quantization": "core (the checkpoint's own weights)",
     "tool_calls": "none",
 }
-"""What holds a slot that no plugin holds."""
+"""What holds a slot that no plugin holds, with a model on the CPU."""
+ON_A_GPU = {"attention": "core (triton, or torch where that can't serve the model)"}
 MOST_DIGITS = 18
 """Of a number in a query: Python refuses to read numbers of thousands of digits."""
 FEW = 16
@@ -46,7 +47,8 @@ def feature_state(service: Service) -> dict[str, Any]:
     client, host, info = service.client, service.host, service.client.info
     on = client.switches.on
     holders = {slot: host.holder(slot, on) for slot in get_args(Slot)}
-    slots = {slot: holder or CORE_DEFAULTS[slot] for slot, holder in holders.items()}
+    core = core_defaults(host.device)
+    slots = {slot: holder or core[slot] for slot, holder in holders.items()}
     lossless: dict[str, Any] = {"lossless": True if info is None else info.lossless}
     if info is not None and not info.lossless:
         lossless["because"] = info.lossless_reason
@@ -59,14 +61,19 @@ def feature_state(service: Service) -> dict[str, Any]:
     }
 
 
+def core_defaults(device: str) -> dict[str, str]:
+    """What holds a slot that no plugin holds, with the model on this kind of device."""
+    return CORE_DEFAULTS if device == "cpu" else CORE_DEFAULTS | ON_A_GPU
+
+
 def _feature(service: Service, name: str, slots: dict[str, str]) -> dict[str, Any]:
     client, plugin = service.client, service.host.info(name)
     switches = client.switches
     entry: dict[str, Any] = {
         "on": name in switches.on,
         "scope": plugin.scope,
-        "lossless": plugin.lossless,
-        "applies": _applies(plugin),
+        "lossless": service.host.lossless(name),
+        "applies": _applies(service.host, plugin),
         "claims": sorted(plugin.claims),
         "client": name in service.config.server.client_features,
     }
@@ -76,7 +83,7 @@ def _feature(service: Service, name: str, slots: dict[str, str]) -> dict[str, An
             entry["lingers"] = True
     if plugin.slot is not None:
         entry["slot"] = plugin.slot
-        if not entry["on"] and slots[plugin.slot] == CORE_DEFAULTS[plugin.slot]:
+        if not entry["on"] and slots[plugin.slot] == core_defaults(service.host.device)[plugin.slot]:
             entry["because"] += f"; its slot is held by {slots[plugin.slot]}"
     for key, names in (("requires", plugin.requires), ("conflicts", plugin.conflicts)):
         if names:
@@ -88,11 +95,11 @@ def _feature(service: Service, name: str, slots: dict[str, str]) -> dict[str, An
     return entry
 
 
-def _applies(plugin: PluginInfo) -> str:
+def _applies(host: PluginHost, plugin: PluginInfo) -> str:
     """When a switch of it takes effect: live; drain: only while no request is open; restart: at the server's start."""
     if plugin.scope == "engine":
         return "restart"
-    return "drain" if plugin.slot in KERNEL_SLOTS and not plugin.lossless else "live"
+    return "drain" if plugin.slot in KERNEL_SLOTS and not host.lossless(plugin.name) else "live"
 
 
 async def features(call: Call) -> web.Response:

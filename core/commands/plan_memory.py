@@ -5,23 +5,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from typing import TYPE_CHECKING
 
 from ..config import Config
+from ..device import free_bytes, resolve_device
 from ..host import PluginHost, make_host
-from ..kv.sizing import free_memory, plan
+from ..kv.sizing import plan
 from ..models.resolve import ResolvedModel, resolve
 from ..models.sizing import ModelSize, model_size, plain_layout
+
+if TYPE_CHECKING:
+    import torch
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
     resolved = resolve(config.model.model)
+    device = resolve_device(config.model.device)
     host = make_host("worker", config)
     on = host.start_switches(config.features.enable, config.features.disable).on
-    size = (
-        _with_plugins(resolved, config, host, on) if _may_change_sizes(host, on) else model_size(resolved, config.model.dtype)
-    )
+    if _may_change_sizes(host, on):
+        size = _with_plugins(resolved, config, device, host, on)
+    else:
+        size = model_size(resolved, config.model.dtype, device=device.type)
     longest = min(size.max_model_len, config.model.max_model_len or size.max_model_len)
-    free = max(0, free_memory() - size.weights_bytes - size.fixed_bytes)
+    free = max(0, free_bytes(device) - size.weights_bytes - size.fixed_bytes)
     memory = plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, longest)
     if arguments.json:
         print(
@@ -29,6 +36,7 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
                 {
                     "model": resolved.name,
                     "dtype": size.dtype,
+                    "device": device.type,
                     "weights_bytes": memory.weights_bytes,
                     "free_bytes": memory.free_bytes,
                     "kv_bytes": memory.kv_bytes,
@@ -42,7 +50,7 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
             )
         )
     else:
-        print(f"{resolved.name} ({size.dtype})\n{memory.table()}")
+        print(f"{resolved.name} ({size.dtype}, {device.type})\n{memory.table()}")
     return 0
 
 
@@ -50,19 +58,20 @@ def _may_change_sizes(host: PluginHost, on: frozenset[str]) -> bool:
     return any((host.info(name).scope == "engine" and not host.info(name).lossless) or host.info(name).resident for name in on)
 
 
-def _with_plugins(resolved: ResolvedModel, config: Config, host: PluginHost, on: frozenset[str]) -> ModelSize:
+def _with_plugins(
+    resolved: ResolvedModel, config: Config, device: torch.device, host: PluginHost, on: frozenset[str]
+) -> ModelSize:
     """As the worker will have it, or ModelError as it would raise it."""
     from ..models.loader import describe
     from ..models.slot import choose_layout, choose_linears, choose_sides
 
     host.load(on)
     settings = config.model
-    linears = choose_linears(host, on, describe(resolved, settings.dtype, settings.device, settings.kernels))
-    size = model_size(resolved, settings.dtype, linears)
-    layout = choose_layout(
-        host, on, resolved.name, plain_layout(resolved, settings.dtype, settings.device, config.cache.block_size)
-    )
-    sides = choose_sides(host, host.residents(on), resolved.name, settings.dtype, config.cache.block_size)
+    model = describe(resolved, settings.dtype, device, settings.kernels, settings.batch_invariant)
+    linears = choose_linears(host, on, model)
+    size = model_size(resolved, settings.dtype, linears, device.type)
+    layout = choose_layout(host, on, resolved.name, plain_layout(resolved, settings.dtype, device, config.cache.block_size))
+    sides = choose_sides(host, host.residents(on), resolved.name, settings.dtype, config.cache.block_size, device.type)
     return dataclasses.replace(
         size,
         weights_bytes=size.weights_bytes + sum(side.weights_bytes for side in sides),

@@ -16,6 +16,7 @@ import msgspec
 
 from .. import live_settings
 from ..config import Config
+from ..device import device_kind
 from ..errors import ConfigError, TokenbusError
 from ..host import PluginHost
 from ..kv.sizing import MIB, free_memory
@@ -107,6 +108,8 @@ def _share_memory(name: str, config: Config, configs: Sequence[Config]) -> dict[
     from ..models.sizing import model_size
 
     arms, cache, where = len(configs), config.cache, f"experiments.{name}.engines"
+    if device_kind(config.model.device) != "cpu":
+        raise ConfigError(f"{where}: engines of their own share out the machine's memory and cores, not a GPU's; {TAKE_TURNS}")
     sizes = [model_size(resolve(one.model.model), one.model.dtype) for one in configs]
     free = free_memory() - sum(size.weights_bytes for size in sizes)
     if free <= 0:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..columns import columns
 from ..config import Config
+from ..device import device_kind
 from ..errors import ConfigError, NotFoundError
 from ..host import PluginHost, Switches
 from ..messages import EngineInfo
@@ -42,8 +43,8 @@ def check_client_features(names: Iterable[str], host: PluginHost) -> None:
 
 def check_pool(config: Config, host: PluginHost, switches: Switches) -> None:
     """ConfigError when the pool that was asked for is larger than what is free, before any weights are loaded. The engine looks again, and
-    alone when a plugin may have changed the sizes of weights or K/V."""
-    if config.cache.num_blocks is None and config.cache.kv_memory_mb is None:
+    alone when a plugin may have changed the sizes of weights or K/V, or the model runs on a GPU, whose memory the front keeps out of."""
+    if (config.cache.num_blocks is None and config.cache.kv_memory_mb is None) or device_kind(config.model.device) != "cpu":
         return
     if any(host.info(name).scope == "engine" and not host.info(name).lossless for name in switches.on):
         return

@@ -60,6 +60,10 @@ class CausalModel(ABC):
     """A decoder with its weights. Stateless: everything that lasts is in the KVCache."""
 
     spec: ModelSpec
+    capturable: bool = False
+    """`forward` may be recorded in a CUDA graph: it needs nothing but the batch's tensors and `attention.prepared`, waits for nothing, and
+    no shape depends on data. Then it is also run with rows that are padding (position 0, slot below 0), whose results nobody reads, and
+    with a `context_len` of `max_model_len`."""
 
     @abstractmethod
     def kv_layout(self, block_size: int) -> KVLayout: ...
@@ -75,7 +79,12 @@ class CausalModel(ABC):
         """hidden: [R, hidden_size], any R >= 1. Returns float32 [R, vocab_size], soft-capped and scaled as the model defines."""
 
     def numerics_probe(self) -> tuple[bool, str]:
-        """A start-up self test: (True, "") or (False, why a row's result depends on its batch on this machine). Well below a second."""
+        """A start-up self test: (True, "") or (False, why a row's result depends on its batch on this machine). Well below a second on a
+        CPU; on a GPU the model itself is run, and kernels may be compiled for it."""
+        if self.kv_layout(16).device.type != "cpu":
+            from .batch_probe import batch_probe
+
+            return batch_probe(self)
         from ...kernels.torch_ops.probe import numerics_probe
 
         return numerics_probe()

@@ -41,9 +41,11 @@ class CpuDecoder(Decoder):
         dtype: torch.dtype,
         device: torch.device,
         linears: Linears | None = None,
+        *,
+        invariant: bool = True,
     ) -> None:
         lib.set_threads(torch.get_num_threads())
-        super().__init__(config, tensors, dtype, device, linears or CpuLinears(dtype))
+        super().__init__(config, tensors, dtype, device, linears or CpuLinears(dtype), invariant=invariant)
         self._ropes = list(self._tables)
         self._fused = FusedDecoder(
             FusedShape(

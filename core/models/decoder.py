@@ -13,6 +13,7 @@ import torch
 
 from ...kernels.torch_ops.elementwise import gelu_tanh_mul, rms_norm, rope, silu_mul, softcap
 from ...kernels.torch_ops.linear import TiledLinear
+from ..device import GPU_IS_OFF
 from ..worker.attention import AttentionParams, KVLayout
 from .base import CausalModel, ForwardBatch, KVCache, ModelSpec
 from .linears import Linears, tensors_of
@@ -57,13 +58,14 @@ class TorchLinears(Linears):
         tensors, biases = tensors_of(weights, matrix)
         if len(tensors) > 1:
             return TiledLinear.fuse(tensors, biases)
-        return TiledLinear(tensors[0], biases[0] if biases else None)  # packed straight from the file's memory map
+        return TiledLinear(tensors[0], biases[0] if biases else None)  # on the CPU packed straight from the file's memory map
 
     def gate_up(self, weights: Weights, matrix: Matrix) -> Linear:
         return self.one(weights, matrix)
 
     def embedding(self, weights: Weights, name: str, head: Linear | None) -> Embedding:
-        return Table(weights.get(name))
+        shared = head.weight if isinstance(head, TiledLinear) else None
+        return Table(weights.get(name) if shared is None or shared.device.type == "cpu" else shared)
 
     def nbytes(self, matrix: Matrix) -> int:
         return (matrix.weights + matrix.rows * matrix.bias) * self.dtype.itemsize
@@ -160,12 +162,16 @@ class Decoder(CausalModel):
         dtype: torch.dtype,
         device: torch.device,
         linears: Linears | None = None,
+        *,
+        invariant: bool = True,
     ) -> None:
+        """invariant: rows must not depend on their batch. If not, attention is told so; `linears` do as they do."""
         linears = linears or TorchLinears(dtype)
         tensors = linears.source(tensors)
         self.config = config
         self.dtype = dtype
         self.device = device
+        self.invariant = invariant
         self.embed_scale = None if config.embed_scale is None else torch.tensor(config.embed_scale).to(device, dtype)
         self.layers = [_Layer(tensors, config, i, linears) for i in range(len(config.layers))]
         self.norm = _Norm(tensors, "model.norm", config)
@@ -174,12 +180,12 @@ class Decoder(CausalModel):
         self._tables: dict[RopeConfig, RopeTable] = {
             layer.rope: RopeTable(inverse_frequencies(layer.rope), device) for layer in config.layers if layer.rope
         }
-        self.spec = spec(config, dtype, linears)
+        self.spec = spec(config, dtype, linears, invariant=invariant)
 
     def kv_layout(self, block_size: int) -> KVLayout:
         n = len(self.layers)
         heads, dims = (self.config.num_kv_heads,) * n, (self.config.head_dim,) * n
-        return KVLayout(n, heads, dims, block_size, self.dtype, self.device)
+        return KVLayout(n, heads, dims, block_size, self.dtype, self.device, invariant=self.invariant)
 
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
         x = self.embedding(batch.token_ids)
@@ -200,7 +206,8 @@ class Decoder(CausalModel):
         return logits if cap is None else softcap(logits, cap)
 
 
-def spec(config: DecoderConfig, dtype: torch.dtype, linears: Linears) -> ModelSpec:
+def spec(config: DecoderConfig, dtype: torch.dtype, linears: Linears, *, invariant: bool = True) -> ModelSpec:
+    reason = linears.lossy_reason or ("" if invariant else GPU_IS_OFF)
     count = count_parameters(config)
     size = weights_bytes(config, str(dtype).removeprefix("torch."), linears)
     return ModelSpec(
@@ -215,6 +222,6 @@ def spec(config: DecoderConfig, dtype: torch.dtype, linears: Linears) -> ModelSp
         linear_params=count.per_token,
         head_params=count.head,
         eos_token_ids=config.eos_token_ids,
-        lossless=linears.invariant,
-        lossless_reason="" if linears.invariant else f"matrix products of {type(linears).__name__} are not batch invariant",
+        lossless=not reason,
+        lossless_reason=reason,
     )

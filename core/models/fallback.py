@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..device import GPU_IS_OFF
 from ..errors import ModelError
 from ..worker.attention import AttentionBatch, AttentionParams, KVLayout
-from ..worker.torch_attention import TorchAttention
+from ..worker.batch import Piece, ragged
+from ..worker.default_attention import default_attention
+from ..worker.paged import make_cache
 from .base import CausalModel, ForwardBatch, KVCache, ModelSpec
 from .replace import replace_modules
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 STATIC_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
 """RoPE types whose frequencies do not depend on the length of the sequence."""
 PROBE_TOKENS = 24
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 """Largest difference from eager attention in the self-check, as a share of the largest logit."""
 
 
@@ -136,8 +139,11 @@ def plain_shape(resolved: ResolvedModel) -> PlainShape:
         raise _refuse(resolved.name, f"its configuration says nothing about its size ({error})") from None
 
 
-def load_fallback(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> FallbackModel:
-    """Load, check, replace, check again: see the module. Raises ModelError."""
+def load_fallback(
+    resolved: ResolvedModel, dtype: torch.dtype, device: torch.device, *, invariant: bool = True
+) -> FallbackModel:
+    """Load, check, replace, check again: see the module. Raises ModelError. The weights are read into the host's memory as a whole, and go
+    to the device from there. invariant: if not, transformers' own linear layers stay (on a GPU: cuBLAS's), and nothing is promised."""
     name = resolved.name
     shape = plain_shape(resolved)
     config = read_config(resolved)
@@ -145,7 +151,7 @@ def load_fallback(resolved: ResolvedModel, dtype: torch.dtype, device: torch.dev
     tokens = torch.arange(7, 7 + 31 * PROBE_TOKENS, 31, device=device) % shape.vocab_size
     try:
         wanted = model(input_ids=tokens[None], position_ids=_positions(tokens)[None], use_cache=False).logits[0].float()
-        ours = FallbackModel(model, resolved, shape, dtype, device)
+        ours = FallbackModel(model, resolved, shape, dtype, device, invariant=invariant)
         found = _run(ours, tokens, [PROBE_TOKENS])
         single = _run(ours, tokens, [1] * PROBE_TOKENS)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, IndexError) as error:
@@ -187,16 +193,24 @@ def _positions(tokens: torch.Tensor) -> torch.Tensor:
 
 class FallbackModel(CausalModel):
     def __init__(
-        self, model: Any, resolved: ResolvedModel, shape: PlainShape, dtype: torch.dtype, device: torch.device
+        self,
+        model: Any,
+        resolved: ResolvedModel,
+        shape: PlainShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        invariant: bool = True,
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self.invariant = invariant
         self._name = resolved.name
         self._order: dict[int, int] = {}
         """id(attention module) -> index of its K/V."""
         self._calls: list[_Call] = []
         self._step: tuple[AttentionBatch, KVCache, AttentionBackend] | None = None
-        replaced = replace_modules(model)
+        replaced = replace_modules(model, linears=invariant)
         self._base = getattr(model, model.base_model_prefix)
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
@@ -205,6 +219,7 @@ class FallbackModel(CausalModel):
         self._record(len(getattr(model.config, "layer_types", None) or ()), model.config)
         head = model.get_output_embeddings()
         reason = "" if not replaced.unknown else f"{', '.join(replaced.unknown)} not replaced by invariant kernels"
+        reason = reason if invariant else GPU_IS_OFF
         head_params = shape.vocab_size * shape.hidden_size if head is not None else 0
         eos = resolved.config.get("eos_token_id")
         self.spec = ModelSpec(
@@ -229,7 +244,7 @@ class FallbackModel(CausalModel):
     def kv_layout(self, block_size: int) -> KVLayout:
         heads = tuple(c.num_kv_heads for c in self._calls)
         dims = tuple(c.head_dim for c in self._calls)
-        return KVLayout(len(self._calls), heads, dims, block_size, self.dtype, self.device)
+        return KVLayout(len(self._calls), heads, dims, block_size, self.dtype, self.device, invariant=self.invariant)
 
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
         self._step = (batch.attention, kv, attention)
@@ -332,17 +347,12 @@ class _Given(nn.Module):
 
 
 def _run(model: FallbackModel, tokens: torch.Tensor, chunks: list[int]) -> torch.Tensor:
-    """Logits [n, vocab_size] of one sequence, run in chunks over a cache of its own."""
-    size = 16
-    layout = model.kv_layout(size)
-    blocks = list(range(-(-len(tokens) // size)))
-    shapes = layout.shapes(len(blocks))
-    kv = KVCache(*([torch.zeros(s, dtype=layout.dtype, device=layout.device) for s in shapes] for _ in range(2)))
-    backend, rows, start = TorchAttention(), [], 0
+    """Logits [n, vocab_size] of one sequence, run in chunks over a cache of its own, with core's attention."""
+    layout = model.kv_layout(16)
+    blocks = list(range(-(-len(tokens) // layout.block_size)))
+    kv, backend, ids, rows, start = make_cache(layout, len(blocks)), default_attention(layout), tokens.tolist(), [], 0
     for n in chunks:
-        positions = torch.arange(start, start + n, device=tokens.device)
-        batch = AttentionBatch([0, n], [start + n], [blocks], positions)
-        batch.prepared = backend.prepare(batch)
-        rows.append(model.logits(model.forward(ForwardBatch(tokens[start : start + n], positions, batch), kv, backend)))
+        batch = ragged([Piece(ids[start : start + n], start, blocks)], layout)
+        rows.append(model.logits(model.forward(batch, kv, backend)))
         start += n
     return torch.cat(rows)

@@ -66,11 +66,17 @@ class ModelToLoad:
     config: DecoderConfig | None
     """None: it runs through transformers, whose layers this slot can't replace."""
     dtype: str
-    """Of activations, norms, and of weights that nobody quantises: "float32" or "bfloat16"."""
+    """Of activations, norms, and of weights that nobody quantises: "float32", "bfloat16" or, on a GPU, "float16"."""
     no_cpu_kernels: str
     """Why the model can't run on the C++ kernels of kernels/cpu here; empty when it can."""
     read_formats: Callable[[], Mapping[str, Stored]] | None = None
     """Reads the table of a GGUF file's tensors."""
+    device: str = "cpu"
+    """Kind of the device that the model will be on: "cpu" or "cuda"."""
+    triton: bool = False
+    """Its products may be, and with device "cuda" should be, those of kernels/triton, on tensors of `device`."""
+    invariant: bool = True
+    """Each row's result must depend on that row alone (model.batch_invariant). Where not, a product may choose the faster way."""
 
     @cached_property
     def stored(self) -> Mapping[str, Stored] | None:
@@ -109,7 +115,12 @@ class Linears(ABC):
     """It takes matrices by `Weights.packed`: a GGUF file is then read in place, and is not dequantised as a whole."""
     fused: ClassVar[bool] = False
     """Its products are layers of kernels/cpu (CpuLinear, QuantLinear), its embedding is a Table or HeadRows (core/models/cpu_linears.py):
-    the decoder then runs whole steps in C++. If not, they may be any callables, and the decoder runs layer by layer on torch."""
+    the decoder then runs whole steps in C++. If not, they may be any callables, and the decoder runs layer by layer on torch or Triton."""
+
+    @property
+    def lossy_reason(self) -> str:
+        """Why rows may depend on their batch; empty if `invariant`."""
+        return "" if self.invariant else f"matrix products of {type(self).__name__} are not batch invariant"
 
     def source(self, weights: Weights) -> Weights:
         """What the decoder reads in place of the checkpoint, norms and embedding included. For changes that the model as a whole is

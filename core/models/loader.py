@@ -1,14 +1,21 @@
-"""From a resolved model to one that runs: picks the decoder or the fallback, reads the weights by memory map, casts them."""
+"""From a resolved model to one that runs: picks the decoder or the fallback, reads the weights by memory map, casts them.
+
+On a GPU each tensor goes there as it is read: the host holds one at a time, beside pages of the file that the system can drop."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import structlog
 import torch
 
-from ..errors import ModelError
+from ..device import batch_invariant as invariance
+from ..device import resolve_device
+from ..errors import ConfigError, ModelError
 from .decoder import Decoder
 from .families import decoder_config
 from .linears import ModelToLoad
@@ -22,8 +29,9 @@ if TYPE_CHECKING:
     from .linears import ChooseLinears, Linears, PackedMatrix, Stored
     from .resolve import ResolvedModel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Kernels = Literal["auto", "cpu", "torch"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Kernels = Literal["auto", "cpu", "torch", "triton"]
+Invariance = Literal["auto", "on", "off"]
 IGNORED = ("rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 """Ends of names of tensors that old checkpoints hold and nobody reads: buffers, computed anew."""
 
@@ -33,37 +41,65 @@ log = structlog.get_logger(__name__)
 def load(
     resolved: ResolvedModel,
     dtype: str = "auto",
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     kernels: Kernels = "auto",
     choose: ChooseLinears | None = None,
+    *,
+    batch_invariant: Invariance = "auto",
+    max_model_len: int | None = None,
 ) -> CausalModel:
-    """The model with its weights; dtype is "auto", "float32" or "bfloat16". Raises ModelError, naming model and reason.
+    """The model with its weights, on the device. Settings as in [model]. Raises ModelError, naming model and reason, and ConfigError for
+    settings that contradict each other.
 
-    kernels: "cpu" raises where the C++ kernels can't run the model, "auto" takes torch there. The log says which it became. choose:
-    who makes the matrix products; None, or its None: core."""
-    model = describe(resolved, dtype, device, kernels)
+    kernels: "cpu" and "triton" raise where those can't run the model, "auto" takes torch there. The log says which it became. choose:
+    who makes the matrix products; None, or its None: core. max_model_len: of the longest request, where it is less than the model's."""
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is None:  # tensors that are there say which one
+        where = resolve_device("cuda")
+    model = describe(resolved, dtype, where, kernels, batch_invariant)
     linears = choose(model) if choose else None
-    chosen, where = DTYPES[model.dtype], torch.device(device)
+    chosen = DTYPES[model.dtype]
     if model.config is None:
         if linears is not None:
             raise ModelError(f"{model.name} can't be run with other matrix products than its own: {model.no_cpu_kernels}")
-        _log_kernels(resolved, kernels, model.no_cpu_kernels)
+        reason = "it runs through transformers"
+        _log_kernels(resolved, kernels, Choice("torch", {"cpu": reason, "triton": reason}), where)
         from .fallback import load_fallback
 
-        return load_fallback(resolved, chosen, where)
-    return _load_decoder(resolved, model.config, chosen, where, kernels, model.no_cpu_kernels, linears)
+        found = load_fallback(resolved, chosen, where, invariant=model.invariant)
+    else:
+        choice = _choose_kernels(model.config, chosen, where, kernels)
+        found = _load_decoder(resolved, model.config, chosen, where, kernels, choice, linears, model.invariant, max_model_len)
+    if batch_invariant == "on" and not found.spec.lossless:
+        raise ModelError(f"{model.name} can't be run with model.batch_invariant = on: {found.spec.lossless_reason}")
+    return found
 
 
-def describe(resolved: ResolvedModel, dtype: str = "auto", device: str = "cpu", kernels: Kernels = "auto") -> ModelToLoad:
-    """What the holder of the slot "quantization" is asked about. Reads no weights."""
-    name = resolve_dtype(resolved, dtype)
+def describe(
+    resolved: ResolvedModel,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    kernels: Kernels = "auto",
+    batch_invariant: Invariance = "auto",
+) -> ModelToLoad:
+    """What the holder of the slot "quantization" is asked about. Reads no weights. Raises as `load` does."""
+    where = torch.device(device)
+    if kernels == "cpu" and where.type != "cpu":
+        raise ConfigError(
+            "model.kernels = cpu runs on the CPU, and the model is on a GPU: set model.device = cpu, or model.kernels = auto"
+        )
+    name = resolve_dtype(resolved, dtype, where.type)
     config = decoder_config(resolved.config, resolved.name)
+    choice = Choice("torch") if config is None else _choose_kernels(config, DTYPES[name], where, kernels)
     return ModelToLoad(
         name=resolved.name,
         config=config,
         dtype=name,
-        no_cpu_kernels=_no_cpu_kernels(config, DTYPES[name], device, kernels),
+        no_cpu_kernels="it runs through transformers" if config is None else choice.missing.get("cpu", ""),
         read_formats=None if resolved.gguf is None else lambda: _formats(resolved),
+        device=where.type,
+        triton=choice.kind == "triton",
+        invariant=invariance(batch_invariant, where.type),
     )
 
 
@@ -73,20 +109,35 @@ def _formats(resolved: ResolvedModel) -> dict[str, Stored]:
     return PackedFile(resolved).stored()
 
 
-def _no_cpu_kernels(config: DecoderConfig | None, dtype: torch.dtype, device: str, kernels: Kernels) -> str:
-    if config is None:
-        return "it runs through transformers"
+@dataclass(frozen=True)
+class Choice:
+    """What a decoder's layers run on."""
+
+    kind: Literal["cpu", "torch", "triton"]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Why not on other kernels, by their name; nothing about those that nobody asked about."""
+
+
+def _choose_kernels(config: DecoderConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> Choice:
     if kernels == "torch":
-        return "model.kernels is torch"
+        return Choice("torch", {"cpu": "model.kernels is torch"})
+    if kernels == "triton" or (kernels == "auto" and device.type != "cpu"):
+        from .triton_support import unsupported as no_triton_for
+
+        others = {"cpu": "they do not run on a GPU" if device.type != "cpu" else "model.kernels is triton"}
+        reason = no_triton_for(config, dtype, device)
+        return Choice("torch", {**others, "triton": reason}) if reason else Choice("triton", others)
     from .cpu_decoder import unsupported
 
-    return unsupported(config, dtype, torch.device(device))
+    reason = unsupported(config, dtype, device)
+    return Choice("torch", {"cpu": reason}) if reason else Choice("cpu")
 
 
 def load_decoder(
     resolved: ResolvedModel, config: DecoderConfig, dtype: torch.dtype, device: torch.device, kernels: Kernels = "torch"
 ) -> Decoder:
-    return _load_decoder(resolved, config, dtype, device, kernels, _no_cpu_kernels(config, dtype, device.type, kernels), None)
+    choice = _choose_kernels(config, dtype, device, kernels)
+    return _load_decoder(resolved, config, dtype, device, kernels, choice, None, invariant=True, max_len=None)
 
 
 def _load_decoder(
@@ -95,20 +146,30 @@ def _load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
-    reason: str,
+    choice: Choice,
     linears: Linears | None,
+    invariant: bool,
+    max_len: int | None,
 ) -> Decoder:
-    make = Decoder
-    if linears is not None and not linears.fused and not reason:
-        reason = "the plugin's matrix products are not theirs"
-    if not reason:
+    if choice.kind == "cpu" and linears is not None and not linears.fused:
+        choice = Choice("torch", {"cpu": "the plugin's matrix products are not theirs"})
+    _log_kernels(resolved, kernels, choice, device)
+    make: Callable[..., Decoder] = Decoder
+    if choice.kind == "cpu":
         from .cpu_decoder import CpuDecoder
 
         make = CpuDecoder
-    _log_kernels(resolved, kernels, reason)
+    elif choice.kind == "triton":
+        from .triton_decoder import TritonDecoder
+
+        make = partial(TritonDecoder, max_len=max_len)
+    elif linears is None and not invariant:
+        from .triton_linears import CublasLinears
+
+        linears = CublasLinears(dtype)
     try:
         checkpoint = _open(resolved, dtype, device, linears)
-        model = make(config, checkpoint, dtype, device, linears)
+        model = make(config, checkpoint, dtype, device, linears, invariant=invariant)
     except ValueError as error:  # sizes that fit neither each other nor the config
         raise ModelError(f"{resolved.name} can't be loaded: {error}") from error
     checkpoint.check_all_read(tied=config.tied)
@@ -130,16 +191,24 @@ def _open(
     return Checkpoint([weights(resolved.gguf, dtype)], resolved.name, dtype, device)
 
 
-def _log_kernels(resolved: ResolvedModel, kernels: Kernels, reason: str) -> None:
-    """Say what runs the layers; reason: why not the C++ kernels, empty if they do. ModelError if only they were asked for."""
-    if reason and kernels == "cpu":
-        raise ModelError(f"{resolved.name} can't be run with model.kernels = cpu: {reason}")
-    if reason:
-        log.info("kernels", model=resolved.name, kernels="torch", reason=reason, threads=torch.get_num_threads())
-        return
-    from ...kernels.cpu import lib
+def _log_kernels(resolved: ResolvedModel, kernels: Kernels, choice: Choice, device: torch.device) -> None:
+    """Say what runs the layers. ModelError if only others were asked for."""
+    if kernels in ("cpu", "triton") and choice.kind != kernels:
+        raise ModelError(f"{resolved.name} can't be run with model.kernels = {kernels}: {choice.missing[kernels]}")
+    if choice.kind == "triton":
+        log.info("kernels", model=resolved.name, kernels="triton", device=str(device))
+        if device.type == "cpu":
+            log.warning("kernels_interpreted", hint="TRITON_INTERPRET=1 is for tests: kernels run slowly, on the CPU")
+    elif choice.kind == "torch":
+        native = "cpu" if device.type == "cpu" else "triton"
+        reason = choice.missing.get(native, f"model.kernels is {kernels}")
+        log.info(
+            "kernels", model=resolved.name, kernels="torch", reason=reason, device=str(device), threads=torch.get_num_threads()
+        )
+    else:
+        from ...kernels.cpu import lib
 
-    log.info("kernels", model=resolved.name, kernels="cpu", isa=lib.isa(), threads=torch.get_num_threads())
+        log.info("kernels", model=resolved.name, kernels="cpu", isa=lib.isa(), threads=torch.get_num_threads())
 
 
 class Checkpoint:
@@ -170,7 +239,7 @@ class Checkpoint:
         tensor = handle.get_tensor(name)
         if not tensor.is_floating_point():
             raise ModelError(f"{self._name} can't be loaded: tensor {name} is {tensor.dtype}, not floating point")
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device).to(self._dtype)  # cast on the device, which is quicker at it
 
     def packed(self, name: str) -> PackedMatrix:
         raise ModelError(f"{self._name} can't be loaded: {name} was asked for packed, but is not read from a GGUF file")

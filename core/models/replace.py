@@ -90,35 +90,43 @@ class _Rotary(nn.Module):
         return cos.view(*position_ids.shape, -1), sin.view(*position_ids.shape, -1)
 
 
-def replace_modules(model: nn.Module) -> Replaced:
-    """Replace in place, deepest modules first. Says what was left and how large the model is."""
+def replace_modules(model: nn.Module, *, linears: bool = True) -> Replaced:
+    """Replace in place, deepest modules first. Says what was left and how large the model is. linears: if not, linear layers stay as they
+    are, and are not counted as left."""
     done = Replaced()
     seen: set[int] = set()
     for parameter in model.parameters():
         if parameter.data_ptr() not in seen:
             seen.add(parameter.data_ptr())
             done.parameters += parameter.numel()
-    _walk(model, done)
+    _walk(model, done, linears)
     done.unknown = sorted(set(done.unknown))
     return done
 
 
-def _walk(parent: nn.Module, done: Replaced) -> None:
+def _walk(parent: nn.Module, done: Replaced, linears: bool) -> None:
     for name, child in list(parent.named_children()):
+        if not linears and _is_linear(child):
+            done.linear_parameters += child.weight.numel()  # pyright: ignore[reportCallIssue]
+            continue
         new = _substitute(child, done)
         if new is not None:
             setattr(parent, name, new)
         elif not isinstance(child, HARMLESS):
             if next(child.parameters(recurse=False), None) is not None or not any(True for _ in child.children()):
                 done.unknown.append(type(child).__name__)
-            _walk(child, done)
+            _walk(child, done, linears)
         else:
-            _walk(child, done)
+            _walk(child, done, linears)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _substitute(child: nn.Module, done: Replaced) -> nn.Module | None:
     kind = type(child).__name__
-    if isinstance(child, nn.Linear) or kind == "Conv1D":
+    if _is_linear(child):
         weight, bias = child.weight, child.bias
         done.linear_parameters += weight.numel()  # pyright: ignore[reportCallIssue]
         return _Linear(weight.detach() if isinstance(child, nn.Linear) else weight.detach().t().contiguous(), _detached(bias))  # pyright: ignore[reportCallIssue,reportArgumentType]

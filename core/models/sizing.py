@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..device import check_dtype
 from ..errors import ModelError
 from .families import decoder_config
 from .linears import Matrix
@@ -18,12 +19,14 @@ from .linears import Matrix
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
+
     from ..worker.attention import KVLayout
     from .config import DecoderConfig
     from .linears import Linears
     from .resolve import ResolvedModel
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 
@@ -56,20 +59,22 @@ class WeightsBytes:
     """Of the LM head alone."""
 
 
-def resolve_dtype(resolved: ResolvedModel, dtype: str) -> str:
-    """ "float32" or "bfloat16" for the setting "auto" (or either of them): the checkpoint's own, float16 becomes float32, GGUF bfloat16."""
+def resolve_dtype(resolved: ResolvedModel, dtype: str, device: str = "cpu") -> str:
+    """A key of ITEM_BYTES for the setting "auto" (or any of them): the checkpoint's own, GGUF bfloat16; on the CPU float16 becomes float32,
+    and asked for by name it raises ConfigError. device: "cpu" or "cuda"."""
+    check_dtype(dtype, device)
     if dtype != "auto":
         return dtype
     if resolved.gguf is not None:
         return "bfloat16"
     own = resolved.config.get("dtype") or resolved.config.get("torch_dtype") or "float32"
-    return "bfloat16" if own == "bfloat16" else "float32"
+    return own if own == "bfloat16" or (own == "float16" and device != "cpu") else "float32"
 
 
-def model_size(resolved: ResolvedModel, dtype: str, linears: Linears | None = None) -> ModelSize:
+def model_size(resolved: ResolvedModel, dtype: str, linears: Linears | None = None, device: str = "cpu") -> ModelSize:
     """What the model takes at a dtype setting, with the slot "quantization" held by `linears`; K/V as the model alone has it. Reads
-    config.json and the heads of the safetensors files, no weights."""
-    name = resolve_dtype(resolved, dtype)
+    config.json and the heads of the safetensors files, no weights. device: "cpu" or "cuda"."""
+    name = resolve_dtype(resolved, dtype, device)
     item = ITEM_BYTES[name]
     config = decoder_config(resolved.config, resolved.name)
     if config is not None:
@@ -120,7 +125,7 @@ def weights_bytes(config: DecoderConfig, dtype: str, linears: Linears) -> Weight
     return WeightsBytes(step + linears.embedding_bytes(embedding, tied=config.tied), step, head)
 
 
-def plain_layout(resolved: ResolvedModel, dtype: str, device: str, block_size: int) -> KVLayout:
+def plain_layout(resolved: ResolvedModel, dtype: str, device: torch.device, block_size: int) -> KVLayout:
     """K/V as the model alone has it. Imports torch."""
     import torch
 
@@ -134,8 +139,8 @@ def plain_layout(resolved: ResolvedModel, dtype: str, device: str, block_size: i
 
         shape = plain_shape(resolved)
         layers, heads, dim = shape.num_layers, shape.num_kv_heads, shape.head_dim
-    kind = getattr(torch, resolve_dtype(resolved, dtype))
-    return KVLayout(layers, (heads,) * layers, (dim,) * layers, block_size, kind, torch.device(device))
+    kind = getattr(torch, resolve_dtype(resolved, dtype, device.type))
+    return KVLayout(layers, (heads,) * layers, (dim,) * layers, block_size, kind, device)
 
 
 def count_parameters(config: DecoderConfig) -> ParameterCount:

@@ -44,15 +44,20 @@ def choose_layout(host: PluginHost, on: Iterable[str], model: str, layout: KVLay
     return layout
 
 
-def choose_sides(host: PluginHost, residents: Iterable[str], model: str, dtype: str, block_size: int) -> list[SideModel]:
-    """What the plugins run beside the model; nothing of it is loaded. dtype: the setting. Raises as `choose_linears` does."""
+def choose_sides(
+    host: PluginHost, residents: Iterable[str], model: str, dtype: str, block_size: int, device: str = "cpu"
+) -> list[SideModel]:
+    """What the plugins run beside the model; nothing of it is loaded. dtype: the setting. device: "cpu" or "cuda", the model's. Raises as
+    `choose_linears` does."""
     from .resolve import resolve
     from .sizing import model_size
 
     sides = []
     for impl in host.table(frozenset(residents)).side_model:
         try:
-            answer = impl(model=model, block_size=block_size, size_of=lambda path: model_size(resolve(path), dtype))
+            answer = impl(
+                model=model, block_size=block_size, size_of=lambda path: model_size(resolve(path), dtype, device=device)
+            )
         except PluginError as error:
             raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
         if isinstance(answer, Refusal):

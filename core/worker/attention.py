@@ -34,6 +34,8 @@ class KVLayout:
     """Of the activations, and of K and V as they are given to attention."""
     device: torch.device
     quantized: bool = False
+    invariant: bool = True
+    """The model keeps rows independent of their batch, and asks attention for it. False: a backend may do what is faster."""
 
     def __post_init__(self) -> None:
         odd = [d for d in self.head_dim if d % SCALE_BYTES]
@@ -84,7 +86,7 @@ class AttentionBackend(ABC):
     """One implementation of paged attention. Must not depend, for a row, on the other rows of the batch (if `invariant`)."""
 
     name: ClassVar[str]
-    invariant: ClassVar[bool]
+    invariant: bool
     """Holds the determinism contract: a row's result depends on its own position and K/V as stored only, bit by bit."""
     quantized_kv: ClassVar[bool] = False
     """Serves layouts that are `quantized`. If not, it is not used with them, and the plugin it is from goes off with a reason."""

@@ -18,7 +18,7 @@ class CpuAttention(AttentionBackend):
     """See kernels/cpu/src/attention.h. float32, bfloat16 and int8 caches on the CPU."""
 
     name: ClassVar[str] = "cpu"
-    invariant: ClassVar[bool] = True
+    invariant = True
     quantized_kv: ClassVar[bool] = True
 
     def __init__(self) -> None:

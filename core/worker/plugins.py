@@ -13,6 +13,7 @@ from ..host import HookTable, Impl, PluginHost
 from ..models.slot import choose_layout, choose_linears, choose_sides
 from ..plan import WorkerRequest
 from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
+from .default_attention import default_attention
 from .state import WorkerRequestState
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class WorkerPlugins:
         self._residents = self.host.residents(self.features)
         self.host.load(self.features | self._residents)
 
-    def make_sides(self, model: str, dtype: str, block_size: int) -> None:
-        """Fill `sides`; nothing of theirs is loaded yet."""
-        self.sides = choose_sides(self.host, self._residents, model, dtype, block_size)
+    def make_sides(self, model: str, dtype: str, block_size: int, device: str = "cpu") -> None:
+        """Fill `sides`; nothing of theirs is loaded yet. device: the kind that the model is on."""
+        self.sides = choose_sides(self.host, self._residents, model, dtype, block_size, device)
 
     def added(self, order: WorkerRequest) -> HookTable:
         """The request's hooks. Raises PluginLoadError when one of its plugins can't be loaded here."""
@@ -100,18 +101,19 @@ class WorkerPlugins:
         return choose_layout(self.host, self.features, model, layout)
 
     def attention(self, layout: KVLayout) -> AttentionBackend:
-        """The slot's backend; core's torch backend when the slot is empty, or its holder can't serve or raises (with a loud log). A
-        plugin's backend that raises in a step raises PluginError."""
+        """The slot's backend; core's (Triton on a GPU, else torch) when the slot is empty, or its holder can't serve or raises (with a loud
+        log). A plugin's backend that raises in a step raises PluginError."""
         holder = self.host.holder("attention", self.features)
         if self._backend is None or holder != self._holder:
             self.slot_error = None
-            self._backend = self._from_plugin(holder, layout) or _default_backend()
+            self._backend = self._from_plugin(holder, layout) or default_attention(layout)
             self._holder = holder
         return self._backend
 
     def attention_beside(self, layout: KVLayout) -> AttentionBackend:
         """What serves a side model's layout: the slot's present holder, or core's backend."""
-        return self._from_plugin(self.host.holder("attention", self.features), layout, beside=True) or _default_backend()
+        holder = self.host.holder("attention", self.features)
+        return self._from_plugin(holder, layout, beside=True) or default_attention(layout)
 
     def _from_plugin(self, holder: str | None, layout: KVLayout, *, beside: bool = False) -> AttentionBackend | None:
         for impl in self.host.table(frozenset({holder} if holder else ())).attention_backend:
@@ -139,7 +141,7 @@ class GuardedAttention(AttentionBackend):
         self._backend = backend
         self._impl = impl
         self.name = backend.name  # pyright: ignore[reportAttributeAccessIssue]
-        self.invariant = backend.invariant  # pyright: ignore[reportAttributeAccessIssue]
+        self.invariant = backend.invariant
 
     @property
     def inner(self) -> AttentionBackend:
@@ -169,9 +171,3 @@ class GuardedAttention(AttentionBackend):
         if not fits:
             raise self._impl.failure(f"attend: gave {out.dtype} {tuple(out.shape)} for {q.dtype} {tuple(q.shape)}")
         return out
-
-
-def _default_backend() -> AttentionBackend:
-    from .torch_attention import TorchAttention
-
-    return TorchAttention()

@@ -23,6 +23,7 @@ from ...kernels.torch_ops.limits import measure_limits
 from .. import sampler
 from ..config import Config
 from ..contexts import Vocabulary, WorkerContext
+from ..device import resolve_device
 from ..errors import ErrorInfo, PluginError, TokenbusError, WorkerError, plain_text
 from ..host import PluginHost
 from ..kv.sizing import free_memory
@@ -54,8 +55,18 @@ def load_model(config: Config, choose: ChooseLinears | None) -> tuple[str, Causa
     from ..models.loader import load
     from ..models.resolve import resolve
 
-    resolved = resolve(config.model.model)
-    return resolved.name, load(resolved, config.model.dtype, config.model.device, config.model.kernels, choose)
+    settings = config.model
+    resolved, device = resolve(settings.model), resolve_device(settings.device)
+    model = load(
+        resolved,
+        settings.dtype,
+        device,
+        settings.kernels,
+        choose,
+        batch_invariant=settings.batch_invariant,
+        max_model_len=settings.max_model_len,
+    )
+    return resolved.name, model
 
 
 class ModelRunner:
@@ -107,7 +118,7 @@ class ModelRunner:
         self._load_sides(name, model, layout)
         sides = self.plugins.sides
         probed = time.perf_counter()
-        limits = measure_limits(layout.dtype)
+        limits = measure_limits(layout.dtype, layout.device)
         spec = model.spec
         return WorkerInfo(
             model=name,
@@ -144,7 +155,7 @@ class ModelRunner:
         def at(path: str) -> Config:
             return msgspec.structs.replace(self.config, model=msgspec.structs.replace(self.config.model, model=path))
 
-        self.plugins.make_sides(name, self.config.model.dtype, layout.block_size)
+        self.plugins.make_sides(name, self.config.model.dtype, layout.block_size, layout.device.type)
         beside = Beside(
             spec=model.spec,
             layout=layout,

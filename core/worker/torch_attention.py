@@ -5,21 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from ...kernels.torch_ops.attention import RaggedPlan, Scratch, paged_attention, write_kv
+from ...kernels.torch_ops.probe import attention_probe
 from .attention import AttentionBackend, AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:
     import torch
+
+    from .attention import KVLayout
 
 
 class TorchAttention(AttentionBackend):
     """See kernels/torch_ops/attention.py. Any layout, float32, bfloat16 and int8 caches."""
 
     name: ClassVar[str] = "torch"
-    invariant: ClassVar[bool] = True
     quantized_kv: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, layout: KVLayout | None = None) -> None:
+        """layout: what it is to serve. On a GPU the libraries' products are looked at there and then; on the CPU the model's own self test
+        does it (kernels/torch_ops/probe.py)."""
         self._scratch = Scratch()
+        self.invariant = True
+        if layout is not None and layout.device.type != "cpu":
+            self.invariant = layout.invariant and attention_probe(layout.device)
 
     def prepare(self, batch: AttentionBatch) -> RaggedPlan:
         return RaggedPlan(batch.query_start, batch.context_len, batch.block_tables, batch.slots, self._scratch)

@@ -83,6 +83,11 @@ class TiledLinear:
         return cls(torch.cat(list(weights)), torch.cat(given) if given else None, mode)
 
     @property
+    def weight(self) -> torch.Tensor | None:
+        """[out_features, in_features] as it was given; None in "packed" mode, which has a layout of its own."""
+        return self._weight if self.mode == "tile" else None
+
+    @property
     def nbytes(self) -> int:
         """Of weight and bias, without the padding of the packed layout."""
         return (

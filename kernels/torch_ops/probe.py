@@ -17,13 +17,16 @@ SHAPES = ((576, 192), (1536, 72), (1536, 576))
 what AMX's kernel cuts by the number of rows."""
 
 
+CPU = torch.device("cpu")
+
+
 def numerics_probe() -> tuple[bool, str]:
     """(True, "") or (False, which operation's rows depend on their batch). About 50 ms on two cores; keeps torch's thread count."""
     threads = torch.get_num_threads()
     generator = torch.Generator().manual_seed(0)
     checks: list[tuple[str, Callable[[], bool]]] = [
         ("an elementwise function", lambda: _elementwise(generator, threads)),
-        ("attention's batched product", lambda: _attention(generator, threads)),
+        ("attention's batched product", lambda: _attention(generator, threads, CPU)),
     ]
     for dtype in DTYPES:
         if packed_available(dtype):
@@ -38,6 +41,16 @@ def numerics_probe() -> tuple[bool, str]:
     finally:
         torch.set_num_threads(threads)
     return True, ""
+
+
+def attention_probe(device: torch.device) -> bool:
+    """Whether attention on that device gives a token the same bits in a prompt and by itself. Keeps torch's thread count."""
+    threads = torch.get_num_threads()
+    try:
+        with torch.inference_mode():
+            return _attention(torch.Generator().manual_seed(0), threads, device)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _linear(generator: torch.Generator, threads: int, dtype: torch.dtype) -> bool:
@@ -72,16 +85,16 @@ def _elementwise(generator: torch.Generator, threads: int) -> bool:
     return True
 
 
-def _attention(generator: torch.Generator, threads: int) -> bool:
+def _attention(generator: torch.Generator, threads: int, device: torch.device) -> bool:
     """A prompt at once against its last tokens one by one."""
-    return all(_attention_of(generator, threads, dim) for dim in (64, 256))
+    return all(_attention_of(generator, threads, dim, device) for dim in (64, 256))
 
 
-def _attention_of(generator: torch.Generator, threads: int, dim: int) -> bool:
+def _attention_of(generator: torch.Generator, threads: int, dim: int, device: torch.device) -> bool:
     length, block = 150, 16
-    q, k, v = (torch.randn(-(-length // block), block, heads, dim, generator=generator) for heads in (6, 2, 2))
+    q, k, v = (torch.randn(-(-length // block), block, heads, dim, generator=generator).to(device) for heads in (6, 2, 2))
     q, table = q.flatten(0, 1)[:length], list(range(len(k)))
-    slots = torch.arange(length)
+    slots = torch.arange(length, device=device)
     torch.set_num_threads(1)
     whole = paged_attention(q, k, v, RaggedPlan([0, length], [length], [table], slots), 0.125)
     torch.set_num_threads(threads)

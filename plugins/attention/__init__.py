@@ -27,4 +27,4 @@ class TorchAttention(Plugin):
     def attention_backend(self, layout: KVLayout) -> AttentionBackend | None:
         from ...core.worker.torch_attention import TorchAttention as Backend
 
-        return Backend() if layout.dtype.is_floating_point else None
+        return Backend(layout) if layout.dtype.is_floating_point else None

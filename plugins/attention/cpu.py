@@ -18,6 +18,7 @@ class CpuAttention(Plugin):
         lossless=False,  # another kernel set than core's: the same contract, other bits
         slot="attention",
         default=True,
+        devices=("cpu",),
     )
 
     @hookimpl

@@ -1,21 +1,15 @@
-"""`attention.triton`: the Triton kernels, for GPUs. Where they can't serve, the reason is logged, and core's torch kernel runs."""
+"""`attention.triton`: the Triton kernels, for GPUs. Where they can't serve, the reason is logged, and core's own attention runs."""
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING
 
 import structlog
 
 from ...core.plugin import Plugin, PluginInfo, hookimpl
-from ...core.worker.attention import AttentionBackend, AttentionBatch, AttentionParams
 
 if TYPE_CHECKING:
-    import torch
-
-    from ...core.worker.attention import KVLayout
-    from ...kernels.triton.attention import AttentionPlan
+    from ...core.worker.attention import AttentionBackend, KVLayout
 
 log = structlog.get_logger(__name__)
 
@@ -32,60 +26,11 @@ class TritonAttention(Plugin):
 
     @hookimpl
     def attention_backend(self, layout: KVLayout) -> AttentionBackend | None:
-        reason = cannot_serve(layout)
-        if reason is not None:
+        from ...core.worker.triton_attention import TritonAttention as Backend
+
+        if reason := Backend.cannot_serve(layout):
             log.warning("attention_triton_cannot_serve", reason=reason)
             return None
         if layout.device.type != "cuda":
             log.warning("attention_triton_interpreted", hint="TRITON_INTERPRET=1 is for tests: kernels run slowly, on the CPU")
-        return TritonBackend(layout.device)
-
-
-def cannot_serve(layout: KVLayout) -> str | None:
-    """Why the kernels can't serve this layout, or None when they can."""
-    if layout.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        return f"its kernels run on GPUs, K and V are on {layout.device.type!r}"
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    from ...kernels.triton.attention import DTYPES, MAX_HEAD_DIM
-
-    if layout.dtype not in DTYPES:
-        return f"it has no kernels for {layout.dtype}"
-    if max(layout.head_dim) > MAX_HEAD_DIM:
-        return f"its kernels have a head_dim of at most {MAX_HEAD_DIM}; this model's is {max(layout.head_dim)}"
-    return None
-
-
-class TritonBackend(AttentionBackend):
-    """See kernels/triton/attention.py. Caches of the activations' dtype and int8."""
-
-    name: ClassVar[str] = "triton"
-    invariant: ClassVar[bool] = True
-    quantized_kv: ClassVar[bool] = True
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def prepare(self, batch: AttentionBatch) -> AttentionPlan:
-        from ...kernels.triton.attention import AttentionPlan
-
-        return AttentionPlan(batch.query_start, batch.context_len, batch.block_tables, self._device)
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        batch: AttentionBatch,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        from ...kernels.triton.attention import paged_attention
-        from ...kernels.triton.kv_write import write_kv
-
-        if batch.prepared is None:
-            batch.prepared = self.prepare(batch)
-        plan = cast("AttentionPlan", batch.prepared)
-        write_kv(k, v, k_cache, v_cache, batch.slots)
-        return paged_attention(q, k_cache, v_cache, plan, params.scale, params.window, params.softcap)
+        return Backend(layout.device, invariant=layout.invariant)

@@ -135,3 +135,7 @@ def test_only_one_experiment_can_have_them():
     with pytest.raises(ConfigError, match=r"experiments\.y\.engines: those of 'x'"):
         engines.experiment_with_engines(config)
     assert engines.experiment_with_engines(from_mapping({"experiments": {"z": {"arms": ARMS}}}, "test")) is None
+
+
+def test_engines_on_a_gpu_are_refused():
+    refused(r"share out the machine's memory and cores, not a GPU's; use split = \"slice\"", model={"device": "cuda"})

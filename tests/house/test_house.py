@@ -49,6 +49,7 @@ PLUGINS_MAY_USE = {
     "core.worker.side",
     "core.worker.state",
     "core.worker.torch_attention",
+    "core.worker.triton_attention",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -9,7 +11,8 @@ from structlog.testing import capture_logs
 from tokenbus.core.plugin import NoSettings
 from tokenbus.core.selftest.tiny import make_tiny
 from tokenbus.core.worker.attention import KVLayout
-from tokenbus.plugins.attention.triton import TritonAttention, TritonBackend
+from tokenbus.core.worker.triton_attention import TritonAttention as TritonBackend
+from tokenbus.plugins.attention.triton import TritonAttention
 from tokenbus.testing import Request, TinyEngine
 
 F32 = torch.float32
@@ -41,16 +44,20 @@ def test_an_engine_answers_as_with_cores_attention(others, tmp_path, monkeypatch
 
 def test_layouts_it_serves():
     for served in (layout(), layout(torch.bfloat16), layout(torch.float16, 256), layout(device="cuda")):
+        assert TritonBackend.serves(served)
         backend = backend_for(served)
         assert isinstance(backend, TritonBackend)
         assert backend.invariant
         assert backend.quantized_kv
+        free = backend_for(dataclasses.replace(served, invariant=False))
+        assert isinstance(free, TritonBackend)
+        assert not free.invariant
 
 
 @pytest.mark.parametrize(
     ("refused", "interpret", "reason"),
     [
-        (layout(), "0", "its kernels run on GPUs, K and V are on 'cpu'"),
+        (layout(), "0", "tests, with TRITON_INTERPRET=1); K and V are on 'cpu'"),
         (layout(torch.float64), "1", "no kernels for torch.float64"),
         (layout(head_dim=260), "1", "at most 256; this model's is 260"),
     ],
@@ -59,4 +66,5 @@ def test_layouts_it_declines_are_told_why(refused, interpret, reason, monkeypatc
     monkeypatch.setenv("TRITON_INTERPRET", interpret)
     with capture_logs() as lines:
         assert backend_for(refused) is None
+    assert not TritonBackend.serves(refused)
     assert reason in lines[0]["reason"]

@@ -148,7 +148,10 @@ class Paged:
         self.size = block_size
         layout = dataclasses.replace(model.kv_layout(block_size), quantized=quantized)
         dtype = torch.int8 if quantized else layout.dtype
-        self.kv = KVCache(*([torch.zeros(s, dtype=dtype) for s in layout.shapes(num_blocks)] for _ in range(2)))
+        self.device = layout.device
+        self.kv = KVCache(
+            *([torch.zeros(s, dtype=dtype, device=self.device) for s in layout.shapes(num_blocks)] for _ in range(2))
+        )
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
         self.tables: dict[Any, list[int]] = {}
         self.lengths: dict[Any, int] = {}
@@ -170,12 +173,11 @@ class Paged:
             self.lengths[key] = old + len(tokens)
             lengths.append(old + len(tokens))
             tables.append(table)
-        attention = AttentionBatch(starts, lengths, tables, torch.tensor(slots))
+        attention = AttentionBatch(starts, lengths, tables, torch.tensor(slots, device=self.device))
         attention.prepared = self.backend.prepare(attention)
         with torch.inference_mode():
-            return self.model.forward(
-                ForwardBatch(torch.tensor(ids), torch.tensor(positions), attention), self.kv, self.backend
-            )
+            batch = ForwardBatch(*(torch.tensor(x, device=self.device) for x in (ids, positions)), attention)
+            return self.model.forward(batch, self.kv, self.backend)
 
     def step(self, work: dict[Any, list[int]]) -> dict[Any, torch.Tensor]:
         """One step; logits [new tokens, vocab] by sequence."""

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 def _no_measuring(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runners start without measuring the machine, but for tests that ask for it."""
     if "measures" not in request.fixturenames:
-        monkeypatch.setattr(runner, "measure_limits", lambda _: MachineLimits(1.0, 1.0))
+        monkeypatch.setattr(runner, "measure_limits", lambda *_: MachineLimits(1.0, 1.0))
 
 
 @pytest.fixture

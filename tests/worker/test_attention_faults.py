@@ -69,7 +69,7 @@ class CoresBackend(FakeBackend):
 @pytest.fixture(autouse=True)
 def no_fault(monkeypatch):
     monkeypatch.setattr(Brittle, "fault", "")
-    monkeypatch.setattr(worker_plugins, "_default_backend", CoresBackend)
+    monkeypatch.setattr(worker_plugins, "default_attention", lambda _: CoresBackend())
 
 
 def loaded(features: tuple[str, ...]) -> Any:
