@@ -17,9 +17,8 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     resolved = resolve(config.model.model)
     host = make_host("worker", config)
     on = host.start_switches(config.features.enable, config.features.disable).on
-    size = (
-        _with_plugins(resolved, config, host, on) if _may_change_sizes(host, on) else model_size(resolved, config.model.dtype)
-    )
+    ask = _may_change_sizes(host, on) or "quantization_config" in resolved.config
+    size = _with_plugins(resolved, config, host, on) if ask else model_size(resolved, config.model.dtype)
     longest = min(size.max_model_len, config.model.max_model_len or size.max_model_len)
     free = max(0, free_memory() - size.weights_bytes - size.fixed_bytes)
     memory = plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, longest)

@@ -11,9 +11,9 @@ import torch
 from ..errors import ModelError
 from .decoder import Decoder
 from .families import decoder_config
-from .linears import ModelToLoad
+from .linears import ModelToLoad, Tensor
 from .mapped import release_pages
-from .sizing import resolve_dtype, weight_files
+from .sizing import read_header, resolve_dtype, weight_files
 
 if TYPE_CHECKING:
     from .base import CausalModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .resolve import ResolvedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Kernels = Literal["auto", "cpu", "torch"]
+Kernels = Literal["auto", "cpu", "torch", "triton"]
 IGNORED = ("rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 """Ends of names of tensors that old checkpoints hold and nobody reads: buffers, computed anew."""
 
@@ -44,6 +44,8 @@ def load(
     model = describe(resolved, dtype, device, kernels)
     linears = choose(model) if choose else None
     chosen, where = DTYPES[model.dtype], torch.device(device)
+    if model.method and linears is None:
+        raise ModelError(f"{model.name} can't be run here: its weights are quantised ({model.method})")
     if model.config is None:
         if linears is not None:
             raise ModelError(f"{model.name} can't be run with other matrix products than its own: {model.no_cpu_kernels}")
@@ -64,7 +66,16 @@ def describe(resolved: ResolvedModel, dtype: str = "auto", device: str = "cpu", 
         dtype=name,
         no_cpu_kernels=_no_cpu_kernels(config, DTYPES[name], device, kernels),
         read_formats=None if resolved.gguf is None else lambda: _formats(resolved),
+        read_heads=None if resolved.gguf is not None else lambda: _heads(resolved),
+        quantization=resolved.config.get("quantization_config") or None,
+        device=device,
+        triton=kernels == "triton" or (kernels == "auto" and torch.device(device).type == "cuda"),
     )
+
+
+def _heads(resolved: ResolvedModel) -> dict[str, Tensor]:
+    tables = (read_header(path) for path in weight_files(resolved.path))
+    return {name: Tensor(t["dtype"], tuple(t["shape"])) for table in tables for name, t in table.items()}
 
 
 def _formats(resolved: ResolvedModel) -> dict[str, Stored]:
@@ -124,7 +135,7 @@ def _open(
     if linears is not None and linears.reads_packed:
         from .gguf_packed import PackedFile
 
-        return PackedFile(resolved, dtype)
+        return PackedFile(resolved, dtype, device)
     from .gguf_file import weights
 
     return Checkpoint([weights(resolved.gguf, dtype)], resolved.name, dtype, device)
@@ -168,12 +179,21 @@ class Checkpoint:
             raise ModelError(f"{self._name} can't be loaded: its checkpoint has no tensor {name}")
         self._unread.discard(name)
         tensor = handle.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise ModelError(f"{self._name} can't be loaded: tensor {name} is {tensor.dtype}, not floating point")
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ModelError(
+                f"{self._name} can't be loaded: tensor {name} is {tensor.dtype}, and nothing says what it stands for"
+            )
         return tensor.to(self._device, self._dtype)
 
     def packed(self, name: str) -> PackedMatrix:
         raise ModelError(f"{self._name} can't be loaded: {name} was asked for packed, but is not read from a GGUF file")
+
+    def raw(self, name: str) -> torch.Tensor | None:
+        handle = self._where.get(name)
+        if handle is None:
+            return None
+        self._unread.discard(name)
+        return handle.get_tensor(name).to(self._device)
 
     def check_all_read(self, *, tied: bool) -> None:
         """ModelError when a tensor was left over: the checkpoint holds something that would be ignored in silence."""

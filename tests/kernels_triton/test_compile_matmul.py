@@ -32,7 +32,7 @@ def kernels(tmp_path_factory):
 
 @pytest.mark.slow
 def test_all_compile_for_hopper(kernels):
-    assert len(kernels) == 19
+    assert len(kernels) == 21
     for name, kernel in kernels.items():
         assert ".target sm_90a" in kernel["ptx"], name
         assert kernel["cubin"] > 1000, name
@@ -49,6 +49,7 @@ def test_all_compile_for_hopper(kernels):
         ("matmul tail bf16", r"f32\.bf16\.bf16"),
         ("int8_matmul m=4096", r"s32\.s8\.s8"),
         ("fp8_matmul m=4096", r"f32\.e4m3\.e4m3"),
+        ("block_fp8 m=4096", r"f32\.e4m3\.e4m3"),
         ("int8_weight m=1 bf16", r"f32\.bf16\.bf16"),
         ("int4_weight m=1 group=128 fp16", r"f32\.f16\.f16"),
         ("int4_weight m=1 group=32 bf16", r"f32\.bf16\.bf16"),
