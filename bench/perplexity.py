@@ -56,12 +56,13 @@ class Case:
     """Percent over its base at most."""
 
 
-INT8, GGUF, KV = "quantization.int8", "quantization.gguf", "quantization.kv_int8"
+INT8, GGUF, KV, FP8 = "quantization.int8", "quantization.gguf", "quantization.kv_int8", "quantization.kv_fp8"
 CASES = (
     Case("bfloat16"),
     Case("float32", dtype="float32"),
     Case("int8", (INT8,), base="bfloat16", limit=1.0),
     Case("kv_int8", (KV,), base="bfloat16", limit=0.5),
+    Case("kv_fp8", (FP8,), base="bfloat16"),
     Case("int8 and kv_int8", (INT8, KV), base="bfloat16"),
     Case("Q4_1 packed", (GGUF,), base="bfloat16", limit=0.5),
     Case("Q4_1 packed, float32", (GGUF,), dtype="float32", base="float32", limit=0.5),

@@ -209,7 +209,7 @@ def _kv_layout(answer: Any, arguments: Mapping[str, Any], info: PluginInfo) -> s
     if info.scope != "engine":
         return f"only a plugin of scope 'engine' may change the K/V layout; this one's is {info.scope!r}"
     given = arguments["layout"]
-    changed = [f.name for f in fields(KVLayout) if f.name != "quantized" and getattr(answer, f.name) != getattr(given, f.name)]
+    changed = [f.name for f in fields(KVLayout) if f.name != "stored" and getattr(answer, f.name) != getattr(given, f.name)]
     return f"changed {', '.join(changed)} of the K/V layout" if changed else None
 
 
@@ -256,6 +256,7 @@ CHECKS: dict[str, Check] = {
     "propose_drafts": _propose_drafts,
     "drafts_after_step": _drafts_after_step,
     "side_model": _side_model,
+    "quantized_checkpoint": _quantization,
     "quantization": _quantization,
     "kv_layout": _kv_layout,
     "attention_backend": _attention_backend,

@@ -289,6 +289,18 @@ def step_finished(plan: StepPlan, result: StepResult, seconds: float) -> None:
 
 
 @hookspec(firstresult=True)
+def quantized_checkpoint(model: ModelToLoad) -> Linears | Refusal | None:
+    """Worker, engine-wide, compute. Once for each model, before its weights are read (and once in `tokenbus plan-memory`, which reads
+    none): whoever knows how the checkpoint is quantised (`model.quantization`, `model.tensors`) gives its matrix products
+    (core/models/linears.py), which read the tensors as they are stored. It must not read weights itself. When somebody does, the slot
+    "quantization" must be empty: nothing is quantised twice.
+
+    None: it knows nothing of this one, or it is not quantised; when its config says that it is, and nobody answers, the server does not
+    start. Refusal: it knows the format, and can't serve this checkpoint of it; the server does not start, with this reason."""
+    ...
+
+
+@hookspec(firstresult=True)
 def quantization(model: ModelToLoad) -> Linears | Refusal | None:
     """Worker, slot "quantization", compute. Once, before the weights are read (and once in `tokenbus plan-memory`, which reads none): what
     makes the decoder's matrix products, and from which form of the weights (core/models/linears.py). It must not read weights itself.
@@ -301,8 +313,8 @@ def quantization(model: ModelToLoad) -> Linears | Refusal | None:
 @hookspec
 def kv_layout(layout: KVLayout) -> KVLayout | Refusal | None:
     """Worker, engine-wide, compute. Once, after the weights are read and before the cache is allocated (and once in `tokenbus
-    plan-memory`): how K and V are stored. Each plugin is shown what those before it have made of the model's own layout, which it may
-    make `quantized`; all else must stay. An attention backend that can't serve the result is not used. Only for plugins of scope "engine".
+    plan-memory`): how K and V are stored. Each plugin is shown what those before it have made of the model's own layout, of which it may
+    change `stored`; all else must stay. An attention backend that can't serve the result is not used. Only for plugins of scope "engine".
 
     Refusal: the server does not start. None: leave it as it is."""
     ...

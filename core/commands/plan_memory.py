@@ -23,10 +23,9 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     device = resolve_device(config.model.device)
     host = make_host("worker", config)
     on = host.start_switches(config.features.enable, config.features.disable).on
-    if _may_change_sizes(host, on):
+    size = model_size(resolved, config.model.dtype, device=device.type)
+    if _may_change_sizes(host, on) or "quantization_config" in resolved.config:
         size = _with_plugins(resolved, config, device, host, on)
-    else:
-        size = model_size(resolved, config.model.dtype, device=device.type)
     longest = min(size.max_model_len, config.model.max_model_len or size.max_model_len)
     free = max(0, free_bytes(device) - size.weights_bytes - size.fixed_bytes)
     memory = plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, longest)

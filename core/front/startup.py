@@ -43,7 +43,8 @@ def check_client_features(names: Iterable[str], host: PluginHost) -> None:
 
 def check_pool(config: Config, host: PluginHost, switches: Switches) -> None:
     """ConfigError when the pool that was asked for is larger than what is free, before any weights are loaded. The engine looks again, and
-    alone when a plugin may have changed the sizes of weights or K/V, or the model runs on a GPU, whose memory the front keeps out of."""
+    alone when a plugin may have changed the sizes of weights or K/V, the checkpoint is quantised, or the model runs on a GPU, whose memory
+    the front keeps out of."""
     if (config.cache.num_blocks is None and config.cache.kv_memory_mb is None) or device_kind(config.model.device) != "cpu":
         return
     if any(host.info(name).scope == "engine" and not host.info(name).lossless for name in switches.on):
@@ -52,7 +53,10 @@ def check_pool(config: Config, host: PluginHost, switches: Switches) -> None:
     from ..models.resolve import resolve
     from ..models.sizing import model_size
 
-    size = model_size(resolve(config.model.model), config.model.dtype)
+    resolved = resolve(config.model.model)
+    if "quantization_config" in resolved.config:
+        return
+    size = model_size(resolved, config.model.dtype)
     if (free := free_memory() - size.weights_bytes) > 0:
         plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, size.max_model_len)
 

@@ -10,7 +10,7 @@ from ...kernels.cpu.linear import CpuLinear
 from .decoder import HeadRows, Table, TorchLinears
 from .linears import tensors_of
 
-__all__ = ["CpuLinears", "GateUp", "HeadRows", "Table"]
+__all__ = ["CpuLinears", "GateUp", "HeadRows", "Table", "TorchLinears"]
 
 if TYPE_CHECKING:
     from .linears import Embedding, Linear, Matrix, Weights

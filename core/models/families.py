@@ -287,9 +287,6 @@ def decoder_config(config: Json, name: str) -> DecoderConfig | None:
     if family is None or family.architecture not in architectures:
         return None
     reader = _Reader({**config, "architectures": [family.architecture]}, name)
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise reader.refuse(f"its weights are quantised ({method}); use an unquantised checkpoint or a GGUF file")
     try:
         built = family.build(reader)
     except (KeyError, TypeError, ValueError) as error:

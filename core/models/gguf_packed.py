@@ -110,14 +110,14 @@ class Head:
 
 
 class PackedFile:
-    """The tensors of a resolved GGUF model by Hugging Face's names; a `linears.Weights`. `dtype`: what `get` gives."""
+    """The tensors of a resolved GGUF model by Hugging Face's names; a `linears.Weights`. `dtype`, `device`: of what `get` gives."""
 
-    def __init__(self, resolved: ResolvedModel, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, resolved: ResolvedModel, dtype: torch.dtype | None = None, device: torch.device | None = None) -> None:
         path = resolved.gguf
         if path is None:
             raise ModelError(f"{resolved.name} is not a GGUF file")
         self.files = [path]
-        self._model, self._dtype = resolved.name, dtype
+        self._model, self._dtype, self._device = resolved.name, dtype, device
         self._heads = {
             "q_proj": resolved.config["num_attention_heads"],
             "k_proj": resolved.config.get("num_key_value_heads") or resolved.config["num_attention_heads"],
@@ -161,7 +161,10 @@ class PackedFile:
         except NotImplementedError:
             raise ModelError(f"{self._model} can't be run: GGUF type {entry.type} is not supported") from None
         owned = np.require(from_file(value, original, self._arch, self._heads), np.float32, ["C", "W"])
-        return torch.from_numpy(owned).to(self._dtype)
+        return torch.from_numpy(owned).to(self._device, self._dtype)
+
+    def raw(self, name: str) -> torch.Tensor | None:
+        raise ModelError(f"{self._model} can't be loaded: {name} was asked for as it is stored, but a GGUF file has it packed")
 
     def check_all_read(self, *, tied: bool) -> None:
         from .loader import check_all_read

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,6 +44,15 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor in a safetensors file."""
+
+    dtype: str
+    """As the file's head says: "F32", "BF16", "F8_E4M3", "I32", ..."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """One product of the decoder: the rows of several tensors, one after the other."""
 
@@ -71,6 +80,10 @@ class ModelToLoad:
     """Why the model can't run on the C++ kernels of kernels/cpu here; empty when it can."""
     read_formats: Callable[[], Mapping[str, Stored]] | None = None
     """Reads the table of a GGUF file's tensors."""
+    read_heads: Callable[[], Mapping[str, Tensor]] | None = None
+    """Reads the tables of a checkpoint's safetensors files."""
+    quantization: Mapping[str, Any] | None = None
+    """The `quantization_config` of its config.json, if it has one."""
     device: str = "cpu"
     """Kind of the device that the model will be on: "cpu" or "cuda"."""
     triton: bool = False
@@ -82,6 +95,16 @@ class ModelToLoad:
     def stored(self) -> Mapping[str, Stored] | None:
         """A GGUF file's tensors, by Hugging Face's names. None: the model is no GGUF file."""
         return None if self.read_formats is None else self.read_formats()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """A checkpoint's tensors, by name; empty for a GGUF file. ModelError when its files can't be read."""
+        return {} if self.read_heads is None else self.read_heads()
+
+    @property
+    def method(self) -> str:
+        """How the checkpoint is quantised, by its own word ("awq"); empty when it is not."""
+        return "" if self.quantization is None else str(self.quantization.get("quant_method", "unknown"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +126,11 @@ class Weights(Protocol):
     def packed(self, name: str) -> PackedMatrix:
         """As the file has it, with the rows in Hugging Face's order. Only of a source that was opened for a maker with `reads_packed`;
         raises ModelError when there is no such tensor."""
+        ...
+
+    def raw(self, name: str) -> torch.Tensor | None:
+        """As the file has it, of whatever dtype, on the model's device; None when there is no such tensor. May be the file's memory.
+        Raises ModelError of a source that is a GGUF file."""
         ...
 
 

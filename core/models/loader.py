@@ -18,9 +18,9 @@ from ..device import resolve_device
 from ..errors import ConfigError, ModelError
 from .decoder import Decoder
 from .families import decoder_config
-from .linears import ModelToLoad
+from .linears import ModelToLoad, Tensor
 from .mapped import release_pages
-from .sizing import resolve_dtype, weight_files
+from .sizing import read_header, resolve_dtype, weight_files
 
 if TYPE_CHECKING:
     from .base import CausalModel
@@ -59,6 +59,8 @@ def load(
     model = describe(resolved, dtype, where, kernels, batch_invariant)
     linears = choose(model) if choose else None
     chosen = DTYPES[model.dtype]
+    if model.method and linears is None:
+        raise ModelError(f"{model.name} can't be run here: its weights are quantised ({model.method})")
     if model.config is None:
         if linears is not None:
             raise ModelError(f"{model.name} can't be run with other matrix products than its own: {model.no_cpu_kernels}")
@@ -97,10 +99,17 @@ def describe(
         dtype=name,
         no_cpu_kernels="it runs through transformers" if config is None else choice.missing.get("cpu", ""),
         read_formats=None if resolved.gguf is None else lambda: _formats(resolved),
+        read_heads=None if resolved.gguf is not None else lambda: _heads(resolved),
+        quantization=resolved.config.get("quantization_config") or None,
         device=where.type,
         triton=choice.kind == "triton",
         invariant=invariance(batch_invariant, where.type),
     )
+
+
+def _heads(resolved: ResolvedModel) -> dict[str, Tensor]:
+    tables = (read_header(path) for path in weight_files(resolved.path))
+    return {name: Tensor(t["dtype"], tuple(t["shape"])) for table in tables for name, t in table.items()}
 
 
 def _formats(resolved: ResolvedModel) -> dict[str, Stored]:
@@ -185,7 +194,7 @@ def _open(
     if linears is not None and linears.reads_packed:
         from .gguf_packed import PackedFile
 
-        return PackedFile(resolved, dtype)
+        return PackedFile(resolved, dtype, device)
     from .gguf_file import weights
 
     return Checkpoint([weights(resolved.gguf, dtype)], resolved.name, dtype, device)
@@ -237,12 +246,21 @@ class Checkpoint:
             raise ModelError(f"{self._name} can't be loaded: its checkpoint has no tensor {name}")
         self._unread.discard(name)
         tensor = handle.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise ModelError(f"{self._name} can't be loaded: tensor {name} is {tensor.dtype}, not floating point")
+        if not tensor.is_floating_point() or tensor.itemsize < 2:
+            raise ModelError(
+                f"{self._name} can't be loaded: tensor {name} is {tensor.dtype}, and nothing says what it stands for"
+            )
         return tensor.to(self._device).to(self._dtype)  # cast on the device, which is quicker at it
 
     def packed(self, name: str) -> PackedMatrix:
         raise ModelError(f"{self._name} can't be loaded: {name} was asked for packed, but is not read from a GGUF file")
+
+    def raw(self, name: str) -> torch.Tensor | None:
+        handle = self._where.get(name)
+        if handle is None:
+            return None
+        self._unread.discard(name)
+        return handle.get_tensor(name).to(self._device)
 
     def check_all_read(self, *, tied: bool) -> None:
         """ModelError when a tensor was left over: the checkpoint holds something that would be ignored in silence."""

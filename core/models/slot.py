@@ -17,11 +17,20 @@ if TYPE_CHECKING:
 
 
 def choose_linears(host: PluginHost, on: Iterable[str], model: ModelToLoad) -> Linears | None:
-    """The answer of the slot "quantization"; None when nobody holds it. The plugins are loaded. ModelError when the holder can't serve
-    the model, PluginLoadError when it raises."""
+    """Of a plugin that knows how the checkpoint is quantised, else of the slot "quantization"; None: core's. The plugins are loaded.
+    ModelError when one can't serve the model, or nobody can read it; PluginLoadError when one raises."""
+    on = frozenset(on)
     holder = host.holder("quantization", on)
+    reader, linears = _reader(host, on, model)
     if holder is None:
-        return None
+        return linears
+    if linears is not None:
+        raise ModelError(
+            f"{model.name} can't be run with {holder}: its checkpoint is quantised already ({model.method or reader}), and is "
+            f"run as it is by {reader}; leave {holder} off",
+            plugin=holder,
+            hook="quantization",
+        )
     try:
         answer = host.table(frozenset({holder})).first("quantization", model=model)
     except PluginError as error:
@@ -29,6 +38,26 @@ def choose_linears(host: PluginHost, on: Iterable[str], model: ModelToLoad) -> L
     if answer is None or isinstance(answer, Refusal):
         raise _refused(model.name, holder, "quantization", answer)
     return answer
+
+
+def _reader(host: PluginHost, on: frozenset[str], model: ModelToLoad) -> tuple[str, Linears | None]:
+    """Who knows the checkpoint's format, and its products; ("", None) when it is an unquantised one."""
+    for impl in host.table(on).quantized_checkpoint:
+        try:
+            answer = impl(model=model)
+        except PluginError as error:
+            raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
+        if isinstance(answer, Refusal):
+            raise _refused(model.name, impl.plugin, "quantized_checkpoint", answer)
+        if answer is not None:
+            return impl.plugin, answer
+    if not model.method:
+        return "", None
+    able = sorted(name for name, cls in host.catalogue.items() if hasattr(cls, "quantized_checkpoint") and name not in on)
+    hint = f"; plugins that read quantised checkpoints and are off: {', '.join(able)} (--enable NAME)" if able else ""
+    raise ModelError(
+        f"{model.name} can't be run: its weights are quantised ({model.method}), and no plugin that is on reads them{hint}"
+    )
 
 
 def choose_layout(host: PluginHost, on: Iterable[str], model: str, layout: KVLayout) -> KVLayout:

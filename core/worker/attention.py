@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import ConfigError
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 SCALE_BYTES = 4
 """Of the float32 at the end of a quantized row."""
+Stored = Literal["", "int8", "fp8"]
+"""How K and V are stored: in the layout's `dtype`, or in one byte with a scale: int8, or float8 e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,9 @@ class KVLayout:
     """Shape of the paged cache: per layer one K and one V tensor [num_blocks, block_size, num_kv_heads, row]. Within a block a backend that
     is a kernel set of its own (not lossless) may keep another order: nobody else reads what it has written.
 
-    A row is head_dim values of `dtype`; if quantized, int8 [head_dim + 4]: integers, then the float32 that they are multiplied with,
-    max |x| / 127 of that token and head alone. Raises ConfigError when head_dim is no multiple of 4 then."""
+    A row is head_dim values of `dtype`. If quantized, head_dim + 4 bytes: head_dim values of one byte, then the float32 that they are
+    multiplied with, of that token and head alone: max |x| / 127 for int8, max |x| / 448 for fp8 (float8_e4m3fn, whose largest number is
+    448). Raises ConfigError when head_dim is no multiple of 4 then."""
 
     num_layers: int
     num_kv_heads: tuple[int, ...]
@@ -33,7 +36,7 @@ class KVLayout:
     dtype: torch.dtype
     """Of the activations, and of K and V as they are given to attention."""
     device: torch.device
-    quantized: bool = False
+    stored: Stored = ""
     invariant: bool = True
     """The model keeps rows independent of their batch, and asks attention for it. False: a backend may do what is faster."""
 
@@ -41,8 +44,20 @@ class KVLayout:
         odd = [d for d in self.head_dim if d % SCALE_BYTES]
         if self.quantized and odd:
             raise ConfigError(
-                f"an int8 K/V cache needs a head_dim that is a multiple of {SCALE_BYTES}; this model's is {odd[0]}"
+                f"a K/V cache in {self.stored} needs a head_dim that is a multiple of {SCALE_BYTES}; this model's is {odd[0]}"
             )
+
+    @property
+    def quantized(self) -> bool:
+        """Rows of one byte a value, and a scale."""
+        return self.stored != ""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the caches' tensors."""
+        import torch
+
+        return {"": self.dtype, "int8": torch.int8, "fp8": torch.float8_e4m3fn}[self.stored]
 
     @property
     def bytes_per_token(self) -> int:
@@ -50,7 +65,7 @@ class KVLayout:
         return sum(2 * heads * row for heads, row in zip(self.num_kv_heads, rows, strict=True))
 
     def shapes(self, num_blocks: int) -> list[tuple[int, int, int, int]]:
-        """By layer: of its K and of its V tensor, in elements of int8 if quantized, else of `dtype`."""
+        """By layer: of its K and of its V tensor, in elements of `cache_dtype`."""
         widths = (d + SCALE_BYTES if self.quantized else d for d in self.head_dim)
         return [(num_blocks, self.block_size, heads, width) for heads, width in zip(self.num_kv_heads, widths, strict=True)]
 
@@ -89,7 +104,8 @@ class AttentionBackend(ABC):
     invariant: bool
     """Holds the determinism contract: a row's result depends on its own position and K/V as stored only, bit by bit."""
     quantized_kv: ClassVar[bool] = False
-    """Serves layouts that are `quantized`. If not, it is not used with them, and the plugin it is from goes off with a reason."""
+    """Serves layouts that are `quantized`; one that serves not all of them answers None for those. If not, it is not used with them, and
+    the plugin it is from goes off with a reason."""
 
     @property
     def inner(self) -> AttentionBackend:
@@ -114,6 +130,7 @@ class AttentionBackend(ABC):
         """Write k, v into the cache at `batch.slots`, then attend causally over everything stored.
 
         q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim] (num_heads is a multiple; head h reads KV head
-        h // (num_heads // num_kv_heads)); caches: as the KVLayout has them (int8 with head_dim + 4 if quantized), written in place.
+        h // (num_heads // num_kv_heads)); caches: as the KVLayout has them, written in
+        place.
         Returns [T, num_heads, head_dim] in q's dtype; sums are kept in float32. K/V is read back as stored, the new tokens' included.
         """

@@ -27,7 +27,8 @@ class CpuAttention(AttentionBackend):
 
     @staticmethod
     def serves(layout: KVLayout) -> bool:
-        return layout.device.type == "cpu" and layout.dtype in (torch.float32, torch.bfloat16) and lib.load() is not None
+        known = layout.dtype in (torch.float32, torch.bfloat16) and layout.stored != "fp8"
+        return layout.device.type == "cpu" and known and lib.load() is not None
 
     def prepare(self, batch: AttentionBatch) -> FlatBatch:
         return FlatBatch(batch.query_start, batch.context_len, batch.block_tables, batch.slots)

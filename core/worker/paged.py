@@ -42,7 +42,7 @@ def make_cache(layout: KVLayout, num_blocks: int) -> KVCache:
 
 
 def _zeros(shape: tuple[int, ...], layout: KVLayout) -> torch.Tensor:
-    dtype = torch.int8 if layout.quantized else layout.dtype
+    dtype = layout.cache_dtype
     if layout.device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=layout.device)
     size = int(np.prod(shape)) * dtype.itemsize

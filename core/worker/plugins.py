@@ -125,7 +125,9 @@ class WorkerPlugins:
                     self.slot_error = error
                 return None
             if backend is not None and layout.quantized and not backend.quantized_kv:
-                self.slot_error = impl.failure(f"{backend.name!r} can't read the int8 K/V cache that another plugin asks for")
+                self.slot_error = impl.failure(
+                    f"{backend.name!r} can't read the {layout.stored} K/V cache that another plugin asks for"
+                )
                 log.error("attention_backend_refused", plugin=holder, error=self.slot_error.message)
                 return None
             if backend is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TorchAttention(AttentionBackend):
-    """See kernels/torch_ops/attention.py. Any layout, float32, bfloat16 and int8 caches."""
+    """See kernels/torch_ops/attention.py. Any layout; caches of the activations' dtype, int8 and fp8."""
 
     name: ClassVar[str] = "torch"
     quantized_kv: ClassVar[bool] = True

@@ -21,6 +21,8 @@ DTYPES: dict[DType, int] = {"float32": 0, "bfloat16": 1}
 ISAS = ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")
 """By level: each includes those before it (src/dispatch.h)."""
 TILE_N = 32
+STORED_INT8 = 17
+"""TB_STORED_INT8 of src/quant.h."""
 GGUF_FORMATS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 4, "Q5_1": 5, "Q8_0": 6, "Q4_K": 7, "Q5_K": 8, "Q6_K": 9}
 """Types of GGUF's that weights may stay packed in (enum tb_format)."""
 
@@ -155,10 +157,16 @@ def pack(
 
 
 def pack_int8(
-    dtype: DType, source: DType, blocks: Sequence[tuple[int, int, int]], k: int, biases: Sequence[int] | None = None
+    dtype: DType,
+    source: DType | Literal["stored"],
+    blocks: Sequence[tuple[int, int, int]],
+    k: int,
+    biases: Sequence[int] | None = None,
 ) -> tuple[int, Callable[[], None]]:
-    """As `pack`, quantising weights of dtype `source` (tb_pack_int8 in src/quant.h). dtype: the activations'; biases: float32."""
-    layer = _c().tb_pack_int8(DTYPES[dtype], DTYPES[source], *_sources(blocks), k, _pointers(biases))
+    """As `pack`, quantising weights of dtype `source` (tb_pack_int8 in src/quant.h). dtype: the activations'; biases: float32. source
+    "stored": int8 with a scale at each row's end (TB_STORED_INT8 there), bytes between rows."""
+    kind = STORED_INT8 if source == "stored" else DTYPES[source]
+    layer = _c().tb_pack_int8(DTYPES[dtype], kind, *_sources(blocks), k, _pointers(biases))
     return _owned(layer, blocks, k, "int8")
 
 

@@ -35,7 +35,7 @@ class GgufMatrix:
 class QuantLinear(CpuLinear):
     """y = x @ weight.T + bias for 2-D x, from quantised weights; x is quantised inside. Otherwise as CpuLinear.
 
-    Made by `int8` or `gguf`, not by its constructor."""
+    Made by `int8`, `stored_int8` or `gguf`, not by its constructor."""
 
     __slots__ = ()
 
@@ -57,6 +57,37 @@ class QuantLinear(CpuLinear):
             DTYPES[dtype], DTYPES[weights[0].dtype], blocks, weights[0].shape[1], addresses_of(bias)
         )  # fmt: skip
         layer._hold(*packed, blocks, weights[0].shape[1])
+        return layer
+
+    @classmethod
+    def stored_int8(
+        cls,
+        weights: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+        biases: Sequence[torch.Tensor | None] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> QuantLinear:
+        """`int8` of weights that are quantised already, and are kept as they are: int8 [N_i, K], scales float32 [N_i]. biases: float32 or
+        bfloat16 [N_i]. dtype: of x, float32 or bfloat16. Raises ValueError for others, RuntimeError when there is no library."""
+        layer, rows, k = cls._new(dtype), [w.shape[0] for w in weights], weights[0].shape[1]
+        for w, s in zip(weights, scales, strict=True):
+            if (
+                w.dtype != torch.int8
+                or w.shape[1:] != (k,)
+                or 0 in w.shape
+                or s.shape != w.shape[:1]
+                or s.dtype != torch.float32
+            ):
+                raise ValueError(
+                    f"weights are int8 [N, {k}] with float32 [N] scales, not {w.dtype} {list(w.shape)}, {s.dtype} {list(s.shape)}"
+                )
+        _check_biases(rows, biases)
+        data = [torch.zeros(n, (k + 3) // 4 * 4 + 4, dtype=torch.int8) for n in rows]
+        for whole, w, s in zip(data, weights, scales, strict=True):
+            whole[:, :k] = w
+            whole[:, -4:] = s[:, None].contiguous().view(torch.int8)
+        blocks, bias = [(d.data_ptr(), d.shape[0], d.stride(0)) for d in data], _float_biases(biases)
+        layer._hold(*lib.pack_int8(DTYPES[dtype], "stored", blocks, k, addresses_of(bias)), blocks, k)
         return layer
 
     @classmethod

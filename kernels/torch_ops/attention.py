@@ -14,8 +14,8 @@ ROWS >= 8, DEPTH <= 160 and a V whose width is a multiple of V_LANES (tests/kern
 
 A request that holds NaN or infinite K/V harms nobody else: a block is cleared when its first position is written.
 
-int8 caches have rows of head_dim integers and one float32 that these are multiplied with (`quantize`). They are multiplied out when
-they are fetched, and all of the above holds of the products.
+Caches of one byte (int8, float8_e4m3fn) have rows of head_dim values and one float32 that these are multiplied with (`quantize`). They
+are multiplied out when they are fetched, and all of the above holds of the products.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ DEPTH = 128
 FEW = 8
 """Requests with at most this many new tokens are computed together (decoding, verifying drafts); longer ones each by themselves."""
 SMALLEST = torch.finfo(torch.float32).tiny
+LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest number of each dtype of one byte."""
 MAX_ELEMENTS = 1 << 21
 """Elements of K, of V, or of scores, that are worked on at once (float32: 8 MiB, so that they stay in a cache)."""
 
@@ -139,22 +141,24 @@ class RaggedPlan:
 def write_kv(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: RaggedPlan) -> None:
     """Store the new tokens' k, v [T, kv_heads, head_dim] (cast to the caches' dtype, or quantised); clear the rest of each block begun."""
     block, offset, begun = plan.places(k_cache.shape[1])
-    if len(begun):
-        v_cache.index_fill_(0, begun, 0)
-        k_cache.index_fill_(0, begun, 0)
     for cache, x in ((k_cache, k), (v_cache, v)):
-        cache.index_put_((block, offset), quantize(x) if cache.dtype == torch.int8 else x.to(cache.dtype))
+        rows = quantize(x, cache.dtype) if cache.dtype in LIMITS else x.to(cache.dtype)
+        target, rows = (t.view(torch.int8) if cache.dtype in LIMITS else t for t in (cache, rows))
+        if len(begun):
+            target.index_fill_(0, begun, 0)
+        target.index_put_((block, offset), rows)
 
 
-def quantize(x: torch.Tensor) -> torch.Tensor:
-    """int8 [..., n + 4] from x [..., n], n a multiple of 4: rounded to the nearest integer of the row's scale, max |x| / 127, even if in
-    the middle; then the scale, float32. Zeros where it is below float32's smallest normal number. A row with a NaN or an infinity
-    gets NaN as its scale, and zeros."""
-    x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+def quantize(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> torch.Tensor:
+    """`dtype` [..., n + 4] (int8 or float8_e4m3fn) from x [..., n], n a multiple of 4: x / scale rounded to the nearest number of it, even
+    if in the middle; then the four bytes of the scale, float32, max |x| / 127 or / 448. Zeros where it is below float32's smallest normal
+    number. A row with a NaN or an infinity gets NaN as its scale, and zeros."""
+    x, limit = x.float(), LIMITS[dtype]
+    scale = x.abs().amax(dim=-1, keepdim=True) / limit
     scale = torch.where(scale < SMALLEST, 0, torch.where(scale.isfinite(), scale, torch.nan))
-    integers = (x * torch.where(scale > 0, 1 / scale, 0)).round().nan_to_num(0)
-    return torch.cat([integers.to(torch.int8), scale.view(torch.int8)], dim=-1)
+    values = (x * torch.where(scale > 0, 1 / scale, 0)).nan_to_num(0)
+    values = values.round() if dtype == torch.int8 else values.clamp(-limit, limit)
+    return torch.cat([values.to(dtype).view(torch.int8), scale.view(torch.int8)], dim=-1).view(dtype)
 
 
 def paged_attention(
@@ -166,8 +170,8 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, heads, head_dim] over the paged caches [blocks, block_size, kv_heads, head_dim], or int8 with
-    head_dim + 4.
+    """Causal attention of q [T, heads, head_dim] over the paged caches [blocks, block_size, kv_heads, head_dim], or int8 or
+    float8_e4m3fn with head_dim + 4.
 
     The new tokens' K/V must be stored already. window: position i sees j with i - window < j <= i. softcap: scores become
     softcap * tanh(scores / softcap). Returns [T, heads, head_dim] in q's dtype; all sums are float32.
@@ -191,13 +195,16 @@ def paged_attention(
 def _fetch(cache: torch.Tensor, group: Group, scratch: Scratch, name: str, dim: int, width: int) -> torch.Tensor:
     """float32 [requests, heads, columns, width] from a cache; zeros from head_dim on."""
     heads, row = cache.shape[2:]
-    source = cache if group.by_block else cache.flatten(0, 1)
-    stored = scratch.take("stored", (len(group.index), *source.shape[1:]), cache)
+    one_byte = cache.dtype in LIMITS
+    moved = cache.view(torch.int8) if one_byte else cache
+    source = moved if group.by_block else moved.flatten(0, 1)
+    stored = scratch.take("stored", (len(group.index), *source.shape[1:]), moved)
     torch.index_select(source, 0, group.index, out=stored)
     found = scratch.take(name, (group.requests, heads, group.columns, width), cache, torch.float32)
     rows = stored.view(group.requests, group.columns, heads, row).transpose(1, 2)
-    if cache.dtype == torch.int8:
-        torch.mul(rows[..., :dim], rows[..., dim:].view(torch.float32), out=found[..., :dim])
+    if one_byte:
+        values = rows[..., :dim] if cache.dtype == torch.int8 else rows[..., :dim].view(cache.dtype).float()
+        torch.mul(values, rows[..., dim:].view(torch.float32), out=found[..., :dim])
     else:
         found[..., :dim].copy_(rows)
     if width != dim:

@@ -166,6 +166,23 @@ def int4_from_gptq(
     return _assembled(values, zeros, scales, size, order)
 
 
+def int4_from_values(
+    values: torch.Tensor,
+    zeros: torch.Tensor | None,
+    scales: torch.Tensor,
+    group_size: int,
+    g_idx: torch.Tensor | None = None,
+) -> Int4Weight:
+    """Of unpacked numbers: values uint8 [N, K] in 0..15, zeros uint8 [groups, N] (None: 8 everywhere), scales [groups, N], g_idx and
+    group_size as in `int4_from_gptq`. Raises ValueError for others."""
+    outputs, inputs = values.shape
+    size, groups = _groups(inputs, group_size)
+    if scales.shape != (groups, outputs) or (zeros is not None and zeros.shape != (groups, outputs)):
+        raise ValueError(f"scales and zeros must be [{groups}, {outputs}], not {list(scales.shape)}")
+    order = None if g_idx is None else _order(g_idx.long(), inputs, size)
+    return _assembled(values if order is None else values[:, order], zeros, scales, size, order)
+
+
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
     """int32 [A, B] -> uint8 [A, B, 8], lowest bits first."""
     shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)

@@ -1,1 +1,1 @@
-"""Quantised weights and K/V: int8, packed GGUF, int8 K/V. None is lossless; each is chosen at start."""
+"""Quantised weights and K/V: quantised checkpoints, int8, packed GGUF, int8 and float8 K/V. Each is chosen at start."""

@@ -38,11 +38,28 @@ class Gguf(Plugin):
             return Refusal("it is not a GGUF file")
         if model.config is None or no_kernels(model):
             return Refusal(no_kernels(model))
-        if reason := _missing(model.config, model.stored) or _unfit(model.stored):
+        if reason := _missing(model.config, model.stored):
+            return Refusal(reason)
+        if model.triton:
+            return _on_triton(model)
+        if reason := _unfit(model.stored):
             return Refusal(reason)
         from .packed import PackedLinears
 
         return PackedLinears(model)
+
+
+def _on_triton(model: ModelToLoad) -> Linears | Refusal:
+    from ...core.models.linears import Refusal
+    from .gguf_triton import PACKED, gguf_linears
+
+    stored = model.stored or {}
+    if not any(tensor.type == PACKED for tensor in stored.values()):
+        kinds = ", ".join(sorted({tensor.type for tensor in stored.values() if tensor.dims > 1}))
+        return Refusal(
+            f"of its formats ({kinds}) none can stay packed on a GPU, only {PACKED} can; without the plugin it runs dequantised"
+        )
+    return gguf_linears(model)
 
 
 def _missing(config: DecoderConfig, stored: Mapping[str, Stored]) -> str:

@@ -41,6 +41,10 @@ class Int8(Plugin):
         names = [name for matrix in matrices(config) for name in matrix.names]
         if unknown := [end for end in self.settings.keep if not end or not any(name.endswith(end) for name in names)]:
             return Refusal(f"its setting `keep` names {unknown[0]!r}, and no matrix of the model ends so")
+        if model.triton:
+            from .int8_triton import int8_linears
+
+            return int8_linears(model, config, self.settings.keep)
         from .int8_linears import Int8Linears
 
         return Int8Linears(config, model.dtype, self.settings.keep)

@@ -20,6 +20,7 @@ class KvInt8(Plugin):
         summary="K/V in int8 with a scale per token and head: half the memory of bfloat16",
         scope="engine",
         lossless=False,
+        conflicts={"quantization.kv_fp8"},
     )
 
     @hookimpl
@@ -28,4 +29,4 @@ class KvInt8(Plugin):
             from ...core.models.linears import Refusal
 
             return Refusal(f"a head of {odd[0]} values, no multiple of {SCALE_BYTES}, leaves no room for an aligned scale")
-        return dataclasses.replace(layout, quantized=True)
+        return dataclasses.replace(layout, stored="int8")

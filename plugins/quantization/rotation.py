@@ -52,11 +52,11 @@ class Rotation:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Float32, a new tensor."""
-        shape, done = x.shape, x.float() * self._signs
+        shape, done = x.shape, x.float() * self._signs.to(x.device)
         right = shape[-1]
         for factor in self._factors:
             right //= len(factor)
-            done = torch.einsum("ajb,kj->akb", done.reshape(-1, len(factor), right), factor)
+            done = torch.einsum("ajb,kj->akb", done.reshape(-1, len(factor), right), factor.to(x.device))
         return done.reshape(shape)
 
 
@@ -89,6 +89,10 @@ class RotatedWeights:
 
     def packed(self, name: str) -> PackedMatrix:
         return self._weights.packed(name)
+
+    def raw(self, name: str) -> torch.Tensor | None:
+        """As the file has it: not rotated."""
+        return self._weights.raw(name)
 
     def _after(self, norm: str, matrix: torch.Tensor) -> torch.Tensor:
         scale = self._weights.get(f"{norm}.weight").float()

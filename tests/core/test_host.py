@@ -271,6 +271,7 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
             "dashboard",
             "metrics",
             "prefix_cache",
+            "quantization.checkpoint",
             "reasoning",
             "sampling.bias",
             "sampling.logprobs",

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from equivalence_stand import Answer, Ask, Stand
 
 from tokenbus import LLM, SamplingParams
@@ -22,9 +23,9 @@ def _kernels():  # not asked for when tests are collected: that must not build t
         pytest.skip(f"the plugins refuse every model: {lib.unavailable_reason()}")
 
 
-INT8, GGUF, KV = "quantization.int8", "quantization.gguf", "quantization.kv_int8"
+INT8, GGUF, KV, FP8 = "quantization.int8", "quantization.gguf", "quantization.kv_int8", "quantization.kv_fp8"
 OFF = ("chunked_prefill", "prefix_cache")
-SETS = {"int8": (INT8,), "gguf": (GGUF,), "kv_int8": (KV,), "gguf and kv_int8": (GGUF, KV)}
+SETS = {"int8": (INT8,), "gguf": (GGUF,), "kv_int8": (KV,), "gguf and kv_int8": (GGUF, KV), "kv_fp8": (FP8,)}
 PARAMETERS = 134_515_008
 HEAD = 49152 * 576
 DOWN = 30 * 576 * 1536
@@ -73,17 +74,19 @@ def test_the_plugins_really_ran(stand: Any, asks: list[Ask]) -> None:
     assert isinstance(model, CpuDecoder)
     before = model._fused.steps
     outcome = runs.run(asks[:1], off=OFF)
-    assert model._fused.steps == before + outcome.steps
-    wanted = CpuLinear if name == "kv_int8" else QuantLinear
+    fused = 0 if name == "kv_fp8" else outcome.steps  # core's torch attention reads it, between layers in C++
+    assert model._fused.steps == before + fused
+    wanted = CpuLinear if name in {"kv_int8", "kv_fp8"} else QuantLinear
     assert {type(layer.attention.qkv) for layer in model.layers} == {wanted}
-    assert ("kv_int8" in name) == (runs.runner._kv.k[0].dtype.itemsize == 1)
-    assert runs.runner._kv.k[0].shape[-1] == (68 if "kv_int8" in name else 64)
+    cache = torch.float8_e4m3fn if name == "kv_fp8" else torch.int8 if "kv_int8" in name else torch.bfloat16
+    assert runs.runner._kv.k[0].dtype == cache
+    assert runs.runner._kv.k[0].shape[-1] == (68 if "kv" in name else 64)
 
 
 def test_sizes_are_those_of_the_plugins(stand: Any) -> None:
     name, runs = stand
     assert runs.info.lossless, "the kernels are invariant: chunking and caching change nothing"
-    assert runs.info.kv_bytes_per_token == KV_VALUES * (68 if "kv_int8" in name else 128)
+    assert runs.info.kv_bytes_per_token == KV_VALUES * (68 if "kv" in name else 128)
     spec = runs.runner._model.spec
     assert runs.info.weights_bytes == spec.weights_bytes
     if name == "int8":

@@ -174,6 +174,12 @@ class RecorderProducts(_Noting):
     info = PluginInfo(name="note_taker.products", summary="notes its calls", scope="engine", lossless=True, slot="quantization")
 
     @hookimpl
+    def quantized_checkpoint(self, model):
+        self.note("quantized_checkpoint")
+        assert not model.method
+        assert any(name.endswith("weight") for name in (model.tensors or model.stored))
+
+    @hookimpl
     def quantization(self, model):
         import torch
 
@@ -226,6 +232,7 @@ ACTOR = {
         "tool_parser",
     },
     "worker": {
+        "quantized_checkpoint",
         "quantization",
         "kv_layout",
         "side_model",

@@ -20,6 +20,9 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
+ONE_BYTE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
 @dataclass
 class Case:
     """Some requests' whole Q, K and V, and paged caches to run any part of them through."""
@@ -31,8 +34,8 @@ class Case:
     block_size: int
     dtype: torch.dtype
     backend: AttentionBackend
-    quantized: bool = False
-    """The caches are int8."""
+    stored_as: str = ""
+    """As KVLayout.stored."""
 
     @classmethod
     def make(
@@ -46,19 +49,20 @@ class Case:
         dtype: torch.dtype = torch.float32,
         window: int | None = None,
         softcap: float | None = None,
-        quantized: bool = False,
+        stored: str = "",
         seed: int = 0,
     ) -> Case:
         g = torch.Generator().manual_seed(seed)
         q, k, v = ([torch.randn(n, h, dim, generator=g).to(dtype) for n in lengths] for h in (heads, kv_heads, kv_heads))
         params = AttentionParams(1.7 * dim**-0.5, window, softcap)
-        return cls(q, k, v, params, block_size, dtype, TorchAttention(), quantized)
+        return cls(q, k, v, params, block_size, dtype, TorchAttention(), stored)
 
     def caches(self, blocks: int, fill: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (blocks, self.block_size, *self.k[0].shape[1:])
-        if self.quantized:  # a scale of four bytes -1 is NaN
+        if self.stored_as:  # a scale of four bytes -1 is NaN, and so is an e4m3 of it
             shape, value = (*shape[:-1], shape[-1] + 4), 0 if fill == 0.0 else -1
-            return torch.full(shape, value, dtype=torch.int8), torch.full(shape, value, dtype=torch.int8)
+            k, v = (torch.full(shape, value, dtype=torch.int8).view(ONE_BYTE[self.stored_as]) for _ in range(2))
+            return k, v
         return torch.full(shape, fill, dtype=self.dtype), torch.full(shape, fill, dtype=self.dtype)
 
     def tables(self, members: list[int], seed: int = 0) -> tuple[list[list[int]], int]:
@@ -108,7 +112,7 @@ class Case:
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:
         """What the cache makes of x."""
-        if not self.quantized:
+        if not self.stored_as:
             return x.to(self.dtype)
-        rows = quantize(x)
-        return rows[..., :-4] * rows[..., -4:].contiguous().view(torch.float32)
+        rows = quantize(x, ONE_BYTE[self.stored_as])
+        return rows[..., :-4].float() * rows[..., -4:].contiguous().view(torch.float32)

@@ -7,6 +7,8 @@ from tokenbus.core.plugin import NoSettings
 from tokenbus.core.worker.attention import KVLayout
 from tokenbus.kernels.reference import reference_attention
 from tokenbus.kernels.torch_ops.attention import quantize
+from tokenbus.kernels.triton.attention import values_and_scales
+from tokenbus.kernels.triton.kv_write import write_kv as triton_write_kv
 from tokenbus.plugins.attention import TorchAttention as TorchAttentionPlugin
 
 from .conftest import Case
@@ -16,7 +18,7 @@ TOLERANCE = {F32: 5e-6, BF16: 2**-8}
 """Float32: scores of up to about 8 are rounded to 5e-7, and weigh values of up to about 4. bfloat16: half a unit of its 8 bits."""
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("stored", ["", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "block_size", "window", "softcap"),
@@ -30,7 +32,7 @@ TOLERANCE = {F32: 5e-6, BF16: 2**-8}
         (1, 1, 128, 256, 17, None),
     ],
 )
-def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap, dtype, quantized):
+def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap, dtype, stored):
     case = Case.make(
         [1, 7, 130, 300],
         heads=heads,
@@ -40,7 +42,7 @@ def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap
         dtype=dtype,
         window=window,
         softcap=softcap,
-        quantized=quantized,
+        stored=stored,
     )
     for r, found in enumerate(case.run([{3: 129, 1: 1, 2: 130}, {1: 5, 3: 170}, {3: 1, 1: 1, 0: 1}])):
         assert found.dtype == dtype
@@ -63,8 +65,9 @@ def test_the_reference_is_ordinary_attention():
         {"dim": 40, "heads": 2, "kv_heads": 2, "softcap": 10.0},
         {"dim": 256, "heads": 4, "kv_heads": 1, "dtype": BF16, "window": 130},
         {"dim": 16, "heads": 8, "kv_heads": 1, "block_size": 12},
-        {"quantized": True},
-        {"quantized": True, "dtype": BF16, "dim": 44, "heads": 4, "kv_heads": 2, "window": 100, "block_size": 12},
+        {"stored": "int8"},
+        {"stored": "int8", "dtype": BF16, "dim": 44, "heads": 4, "kv_heads": 2, "window": 100, "block_size": 12},
+        {"stored": "fp8", "dtype": BF16, "dim": 44, "heads": 4, "kv_heads": 2, "window": 100, "block_size": 12},
     ],
     ids=str,
 )
@@ -83,11 +86,11 @@ def test_same_bits_however_a_prompt_is_divided(options, threads):
         assert torch.equal(case.run([{0: size} for size in (150, 1, 4, 135)])[0], whole), count
 
 
-@pytest.mark.parametrize(("dtype", "quantized"), [(F32, False), (BF16, False), (BF16, True)])
+@pytest.mark.parametrize(("dtype", "stored"), [(F32, ""), (BF16, ""), (BF16, "int8"), (BF16, "fp8")])
 @pytest.mark.parametrize("window", [None, 64])
-def test_same_bits_alone_and_in_a_batch_of_32(dtype, quantized, window, threads):
+def test_same_bits_alone_and_in_a_batch_of_32(dtype, stored, window, threads):
     lengths = [1 + (37 * r) % 400 for r in range(32)]
-    case = Case.make(lengths, dtype=dtype, window=window, quantized=quantized)
+    case = Case.make(lengths, dtype=dtype, window=window, stored=stored)
     threads(1)
     alone = [case.run([{r: lengths[r]}])[r] for r in range(32)]
     for count in (1, 2):
@@ -112,9 +115,9 @@ def test_draft_lengths_of_other_requests_do_not_matter(threads):
         assert torch.equal(mixed[r], alone[r][: len(mixed[r])])
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-def test_what_was_in_the_blocks_before_does_not_matter(quantized):
-    case = Case.make([37, 150], quantized=quantized)
+@pytest.mark.parametrize("stored", ["", "int8", "fp8"])
+def test_what_was_in_the_blocks_before_does_not_matter(stored):
+    case = Case.make([37, 150], stored=stored)
     steps = [{0: 20, 1: 140}, {0: 1, 1: 1}, {0: 16, 1: 9}]
     clean = case.run(steps)
     dirty = case.run(steps, fill=float("nan"))
@@ -151,8 +154,44 @@ def test_int8_rows():
         assert bool(((integers[4:] * scales[4:] - good).abs() <= 0.50001 * scales[4:]).all())
 
 
+def test_fp8_rows():
+    """e4m3 numbers and a scale of each row, as kernels/triton writes them; rows without a proper scale as in int8."""
+    x = torch.randn(7, 3, 44, generator=torch.Generator().manual_seed(1))
+    x[0], x[1] = 0, 1e-42
+    x[2, :, 5], x[3, :, 0] = torch.nan, -torch.inf
+    x[4] = torch.linspace(-2, 448, 44)
+    for rows in (x, x.bfloat16()):
+        found = quantize(rows, torch.float8_e4m3fn)
+        assert found.dtype == torch.float8_e4m3fn
+        assert found.shape == (7, 3, 48)
+        numbers, scales = found[..., :44].float(), found[..., 44:].contiguous().view(F32)
+        assert numbers[:4].count_nonzero() == 0
+        assert bool((scales[:2] == 0).all())
+        assert bool(scales[2:4].isnan().all())
+        good = rows[4:].float()
+        assert torch.equal(scales[4:], good.abs().amax(-1, keepdim=True) / 448)
+        half = torch.maximum(good.abs() / 16, scales[4:] * 2**-10)  # of a step: 3 bits of fraction, or steps of 2^-9 below 2^-6
+        assert bool(((numbers[4:] * scales[4:] - good).abs() <= 1.0001 * half).all())
+        k_cache, v_cache = (torch.zeros(2, 4, 3, 48, dtype=torch.float8_e4m3fn) for _ in range(2))
+        triton_write_kv(rows, rows, k_cache, v_cache, torch.arange(7))
+        values, written = values_and_scales(k_cache)
+        assert torch.equal(values.flatten(0, 1)[:7].view(torch.float8_e4m3fn).float(), numbers)  # but for the sign of zeros
+        assert torch.equal(written.flatten(0, 1)[:7].nan_to_num(-1), scales[..., 0].nan_to_num(-1))
+
+
+@pytest.mark.parametrize(("stored", "step"), [("int8", 3.5 / 127), ("fp8", 1 / 8)])
+def test_error_beside_an_unquantised_cache(stored, step):
+    """Rounding moves an element x by half a step, of max |x| / 127 or |x| / 8: random in sign, so a score by that times |q| / sqrt(3),
+    and V likewise."""
+    case, exact = Case.make([400], stored=stored), Case.make([400])
+    found, wanted = case.run([{0: 400}])[0], exact.run([{0: 400}])[0]
+    noise = step / 12**0.5
+    bound = noise + 1.7 * noise * float(case.v[0].abs().mean()) * 2
+    assert 0 < float((found - wanted).square().mean().sqrt()) < bound
+
+
 def test_nan_in_an_int8_cache_reaches_those_who_see_it():
-    case = Case.make([37, 150], quantized=True)
+    case = Case.make([37, 150], stored="int8")
     steps = [{0: 37, 1: 140}, {1: 1}, {1: 9}]
     good = case.run(steps)
     case.k[1][140, 0, 3] = torch.inf

@@ -22,7 +22,7 @@ from .test_attention import BF16, F32, TOLERANCE
 
 
 def make(lengths, **options):
-    case = Case.make(lengths, quantized=True, **options)
+    case = Case.make(lengths, stored="int8", **options)
     case.backend = CpuAttention()
     return case
 
@@ -162,7 +162,7 @@ def test_error_beside_an_unquantised_cache(isa):
 class Int8Paged(Paged):
     def __init__(self, model, backend):
         super().__init__(model, backend=backend)
-        layout = dataclasses.replace(model.kv_layout(self.size), quantized=True)
+        layout = dataclasses.replace(model.kv_layout(self.size), stored="int8")
         self.kv = KVCache(*([torch.zeros(s, dtype=torch.int8) for s in layout.shapes(256)] for _ in range(2)))
 
 

@@ -54,6 +54,44 @@ def test_int8_values(n, k, source, isa):
     assert bool(((layer(x).double() - x64 @ held.T - b.double()).abs() <= 4e-7 * bound).all())
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("n", "k"), [*INT8_SHAPES, (70, 4096)])
+def test_stored_int8_values(n, k, dtype, isa):
+    """All of int8, -128 included; sums are those of the integers, exactly, times both scales."""
+    generator = torch.Generator().manual_seed(n)
+    parts = [torch.randint(-128, 128, (rows, k), generator=generator, dtype=torch.int8) for rows in (n, 5)]
+    parts[0][0] = -128
+    scales = [torch.rand(len(q), generator=generator) + 0.01 for q in parts]
+    bias, x = normal(1, n, 2)[0], normal(37, k, 3, dtype)
+    layer = QuantLinear.stored_int8(parts, scales, [bias, None], dtype)
+    assert (layer.in_features, layer.out_features, layer.dtype) == (k, n + 5, dtype)
+    held = torch.cat([q.double() * s.double()[:, None] for q, s in zip(parts, scales, strict=True)])
+    rows = layer.rows(torch.arange(n + 5))
+    torch.testing.assert_close(rows.double(), held, rtol=6e-8 if dtype == F32 else 2**-8, atol=0)
+    x64, b = activations(x.float(), k), torch.cat([bias, torch.zeros(5)])
+    bound = x64.abs() @ held.abs().T + b.abs()
+    found = layer(x, F32).double()
+    assert bool(((found - x64 @ held.T - b.double()).abs() <= 4e-7 * bound).all())
+    assert torch.equal(layer(x[3:4], F32), layer(x, F32)[3:4])
+
+
+@pytest.mark.parametrize(
+    ("weight", "scales", "words"),
+    [
+        (torch.ones(4, 8), torch.ones(4), "weights are int8"),
+        (
+            torch.ones(4, 8, dtype=torch.int8),
+            torch.ones(3),
+            r"float32 \[N\] scales, not torch.int8 \[4, 8\], torch.float32 \[3\]",
+        ),
+        (torch.ones(4, 8, dtype=torch.int8), torch.ones(4).double(), "torch.float64"),
+    ],
+)
+def test_stored_int8_of_other_tensors(weight, scales, words, library):
+    with pytest.raises(ValueError, match=words):
+        QuantLinear.stored_int8([weight], [scales])
+
+
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize(("n", "blocks"), [(1, 1), (33, 3), (70, 2), (32, 5)])
 def test_gguf_values(name, n, blocks, isa):

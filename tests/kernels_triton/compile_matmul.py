@@ -13,6 +13,7 @@ from triton.backends import backends
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from tokenbus.kernels.triton.block_fp8_matmul import block_fp8_kernel
 from tokenbus.kernels.triton.configs import config_for
 from tokenbus.kernels.triton.matmul import matmul_kernel
 from tokenbus.kernels.triton.quantized_matmul import quantize_kernel, w8a8_kernel
@@ -63,6 +64,11 @@ def specs():
             f"int4_weight m={m} group={size} {x}",
             product(int4_weight_kernel, "int4_weight_matmul", pointers, constants, m, x),
         )
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr"), "fp8e4nv") | dict.fromkeys(("x_scale_ptr", "weight_scale_ptr"), "fp32")
+    pointers |= {"bias_ptr": "bf16", "y_ptr": "bf16"}
+    constants = {"HAS_BIAS": True, "BLOCK_ROWS": 128, "BLOCK_COLUMNS": 128}
+    for m in (1, 4096):
+        yield f"block_fp8 m={m}", product(block_fp8_kernel, "fp8_matmul", pointers, constants, m, "fp8e4nv")
     for q in ("i8", "fp8e4nv"):
         constants = {"LIMIT": 127.0 if q == "i8" else 448.0, "INTEGER": q == "i8"}
         constants |= config_for("", "quantize_activations", k=4096)

@@ -76,8 +76,9 @@ def test_some_of_each_kind_compile_for_hopper(tmp_path):
 @pytest.mark.timeout(600)
 def test_all_compile_for_hopper(tmp_path):
     found = compiled(tmp_path, "--all")
-    assert len(found) == 19
+    assert len(found) == 21
     for name, instruction in (
+        ("block_fp8 m=4096", r"f32\.e4m3\.e4m3"),
         ("matmul_invariant fp16", r"f32\.f16\.f16"),
         ("int8_matmul m=4096", r"s32\.s8\.s8"),
         ("int4_weight m=1 group=32 bf16", r"f32\.bf16\.bf16"),

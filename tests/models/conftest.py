@@ -142,15 +142,17 @@ class Paged:
         block_size: int = 4,
         backend: AttentionBackend | None = None,
         *,
-        quantized: bool = False,
+        stored: Any = "",
     ) -> None:
         self.model = model
         self.size = block_size
-        layout = dataclasses.replace(model.kv_layout(block_size), quantized=quantized)
-        dtype = torch.int8 if quantized else layout.dtype
+        layout = dataclasses.replace(model.kv_layout(block_size), stored=stored)
         self.device = layout.device
         self.kv = KVCache(
-            *([torch.zeros(s, dtype=dtype, device=self.device) for s in layout.shapes(num_blocks)] for _ in range(2))
+            *(
+                [torch.zeros(s, dtype=layout.cache_dtype, device=self.device) for s in layout.shapes(num_blocks)]
+                for _ in range(2)
+            )
         )
         self.free = random.Random(0).sample(range(num_blocks), num_blocks)
         self.tables: dict[Any, list[int]] = {}

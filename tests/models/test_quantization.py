@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_gguf import write_gguf
 
 from tokenbus.core.config import Config
-from tokenbus.core.errors import ModelError, PluginLoadError
+from tokenbus.core.errors import ConfigError, ModelError, PluginLoadError
 from tokenbus.core.host import make_host
 from tokenbus.core.models import gguf_file, gguf_packed
 from tokenbus.core.models.cpu_decoder import CpuDecoder
@@ -45,6 +45,7 @@ def _kernels():  # not asked for when tests are collected: that must not build t
 
 
 GGUF, INT8, KV = "quantization.gguf", "quantization.int8", "quantization.kv_int8"
+FP8 = "quantization.kv_fp8"
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 320}
 QUANTISABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -345,18 +346,30 @@ class TestLayout:
     def test_kv_int8_quantises(self) -> None:
         assert self.ask(self.LAYOUT) is self.LAYOUT
         found = self.ask(self.LAYOUT, KV)
-        assert found == dataclasses.replace(self.LAYOUT, quantized=True)
+        assert found == dataclasses.replace(self.LAYOUT, stored="int8")
         assert found.bytes_per_token == 2 * 2 * 2 * (16 + 4)
 
-    def test_a_head_without_room_for_a_scale_is_refused(self) -> None:
-        with pytest.raises(ModelError, match=r"m can't be run with quantization\.kv_int8: a head of 18 values"):
-            self.ask(dataclasses.replace(self.LAYOUT, head_dim=(18, 18)), KV)
+    def test_kv_fp8_quantises(self) -> None:
+        found = self.ask(self.LAYOUT, FP8)
+        assert found == dataclasses.replace(self.LAYOUT, stored="fp8")
+        assert found.bytes_per_token == 2 * 2 * 2 * (16 + 4)
+        assert CpuAttention.serves(dataclasses.replace(self.LAYOUT, stored="int8"))
+        assert not CpuAttention.serves(found)
+
+    def test_both_at_once_are_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"can't enable 'quantization.kv_fp8': it conflicts with 'quantization.kv_int8'"):
+            self.ask(self.LAYOUT, KV, FP8)
+
+    @pytest.mark.parametrize("name", [KV, FP8])
+    def test_a_head_without_room_for_a_scale_is_refused(self, name: str) -> None:
+        with pytest.raises(ModelError, match=rf"m can't be run with {name}: a head of 18 values"):
+            self.ask(dataclasses.replace(self.LAYOUT, head_dim=(18, 18)), name)
 
     @pytest.mark.parametrize(
         ("answer", "scope", "problem"),
         [
             (dataclasses.replace(LAYOUT, block_size=8), "engine", "changed block_size of the K/V layout"),
-            (dataclasses.replace(LAYOUT, quantized=True), "step", "only a plugin of scope 'engine'"),
+            (dataclasses.replace(LAYOUT, stored="int8"), "step", "only a plugin of scope 'engine'"),
             ("int8", "engine", "answered a str"),
             (Refusal(3), "engine", "refused with a int"),  # pyright: ignore[reportArgumentType]
         ],

@@ -42,7 +42,6 @@ DECODER_CASES: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE type 'yarn'"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "RoPE type 'dynamic'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "malformed"),
-    ({"quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
     ({"hidden_act": "relu"}, "unknown activation 'relu'"),
     ({"hidden_size": None}, "no 'hidden_size'"),
     ({"num_key_value_heads": 3, "num_attention_heads": 4}, "can't share"),
@@ -82,6 +81,12 @@ def test_what_a_known_family_can_not_do_is_refused(change: dict[str, Any], reaso
             check(resolved)
         assert "its-name" in caught.value.message
         assert reason in caught.value.message
+
+
+def test_quantised_weights_are_refused_where_nobody_reads_them(tmp_path: Path) -> None:
+    resolved = resolve(folder(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "its-name"))
+    with pytest.raises(ModelError, match=r"its-name can't be run here: its weights are quantised \(gptq\)"):
+        load(resolved)
 
 
 def test_attention_sinks_are_refused(tmp_path: Path) -> None:

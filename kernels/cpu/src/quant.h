@@ -15,6 +15,10 @@
 extern "C" {
 #endif
 
+// Beside enum tb_dtype, for sources of tb_pack_int8 only: a row is k int8, and from the next multiple of 4 on the float32 that they are
+// multiplied with; ld counts bytes.
+enum { TB_STORED_INT8 = 17 };
+
 // As tb_pack, but biases are float32, and dtype is the activations'.
 // The sources are of dtype `source`; a row's scale is max|w| / 127, rounding as that of activations.
 tb_packed* tb_pack_int8(int dtype, int source, int blocks, const void* const* src, const int64_t* rows, const int64_t* ld, int64_t k,

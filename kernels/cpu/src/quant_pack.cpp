@@ -26,11 +26,21 @@ float pack_int8_row(const T* row, int64_t k, char* out) {
   return s.scale;
 }
 
+float pack_stored_row(const int8_t* row, int64_t k, char* out) {
+  for (int64_t i = 0; i < k; i += 4) {
+    for (int e = 0; e < 4; ++e) out[i * TB_TILE_N + e] = char(uint8_t((i + e < k ? row[i + e] : 0) + 128));
+  }
+  float scale;
+  memcpy(&scale, row + (k + 3) / 4 * 4, 4);
+  return scale;
+}
+
 void pack_int8_tile(const PackJob& job, const tb_segment& segment, int tile, char* to) {
   float* scales = reinterpret_cast<float*>(to + segment.tile_bytes - 4 * TB_TILE_N);
   for (int j = 0; j < TB_TILE_N; ++j) {
-    const char* row = job.row(segment, tile, j, job.source == TB_F32 ? 4 : 2);
+    const char* row = job.row(segment, tile, j, job.source == TB_F32 ? 4 : job.source == TB_BF16 ? 2 : 1);
     if (!row) scales[j] = 0.0f;
+    else if (job.source == TB_STORED_INT8) scales[j] = pack_stored_row(reinterpret_cast<const int8_t*>(row), job.k, to + 4 * j);
     else if (job.source == TB_F32) scales[j] = pack_int8_row(reinterpret_cast<const float*>(row), job.k, to + 4 * j);
     else scales[j] = pack_int8_row(reinterpret_cast<const uint16_t*>(row), job.k, to + 4 * j);
   }

@@ -1,0 +1,32 @@
+"""`quantization.kv_fp8`: K and V are stored as float8 e4m3, with a scale for each token and head of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ...core.plugin import Plugin, PluginInfo, hookimpl
+
+if TYPE_CHECKING:
+    from ...core.models.linears import Refusal
+    from ...core.worker.attention import KVLayout
+
+SCALE_BYTES = 4
+
+
+class KvFp8(Plugin):
+    info = PluginInfo(
+        name="quantization.kv_fp8",
+        summary="K/V in float8 (e4m3) with a scale per token and head: half the memory of bfloat16; on CPUs by core's torch attention",
+        scope="engine",
+        lossless=False,
+        conflicts={"quantization.kv_int8"},
+    )
+
+    @hookimpl
+    def kv_layout(self, layout: KVLayout) -> KVLayout | Refusal:
+        if odd := [dim for dim in layout.head_dim if dim % SCALE_BYTES]:
+            from ...core.models.linears import Refusal
+
+            return Refusal(f"a head of {odd[0]} values, no multiple of {SCALE_BYTES}, leaves no room for an aligned scale")
+        return dataclasses.replace(layout, stored="fp8")
