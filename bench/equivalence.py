@@ -3,9 +3,9 @@
     python bench/equivalence.py [--shard 1/4] [--resume FILE] [--pairwise] [--model M] [--kernels cpu|torch] [--enable NAME] [--out FILE]
 
 Ways: chunked prefill x prefix cache x proposer (none, ngram, suffix, a known answer with mistakes) x room (one request at a time, all, too
-few blocks for them) x engine restart x prompts as ids or text x worker in this process or its own: 384. The size of a chunk (1, 7, 16
-tokens) and the number of threads (1, 2) take turns. Each way is run with every kind of sampling together (core/selftest/kinds.py),
-and each cell counts only when all it is about has happened, by counts of its own answers.
+few blocks for them) x engine restart x prompts as ids or text x worker in this process or its own x steps planned ahead or not: 768.
+The size of a chunk (1, 7, 16 tokens) and the number of threads (1, 2) take turns. Each way is run with every kind of sampling together
+(core/selftest/kinds.py), and each cell counts only when all it is about has happened, by counts of its own answers.
 
 FILE of --resume holds one JSON line for each finished way; those are not run again. --shard K/N takes every N-th, of an order
 without order. --pairwise: only as many

@@ -83,6 +83,9 @@ class SchedulerConfig(Section, frozen=True):
     """Requests that wait; one more is answered 429."""
     request_timeout: Positive = 600.0
     """Seconds from admission until a request ends with a timeout error; a client may ask for less."""
+    ahead: Literal["auto", "on", "off"] = "auto"
+    """Plan a step and send it to the worker while the one before it computes, so that the worker never waits. auto: where the worker says
+    that it gains by it."""
     plan_history: PositiveInt = 1024
     """Plans kept for /v1/tokenbus/plans."""
 

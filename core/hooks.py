@@ -281,8 +281,8 @@ def request_removed(request: Request) -> None:
 
 @hookspec
 def step_finished(plan: StepPlan, result: StepResult, seconds: float) -> None:
-    """Engine, engine-wide, quick. After each step that gave a result, with the wall time from plan to result in seconds. Not after a step
-    that failed as a whole."""
+    """Engine, engine-wide, quick. After each step that gave a result, with the wall time in seconds from plan (or from the result of the
+    step before it, where it was planned ahead of that) to result. Not after a step that failed as a whole."""
 
 
 # ================================================ worker ===========================================================================

@@ -100,6 +100,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes_per_second: float = 0.0
     """The machine's measured limits, as in WorkerInfo."""
     flops_per_second: float = 0.0
+    ahead: bool = False
+    """Whether a step is planned and sent while the one before it computes (`scheduler.ahead`)."""
     pid: int = 0
 
 
@@ -152,6 +154,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Unix seconds."""
     duration: float
+    """From the moment the step was sent, or the result of the step before it was there, whichever came later, to its result: durations of
+    steps never overlap."""
     phases: dict[str, float]
     num_requests: int
     prompt_tokens: int
@@ -169,21 +173,32 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     cpu_seconds: float = 0.0
     """CPU time of the engine process since it started."""
+    gap: float = 0.0
+    """How long the worker had nothing to do before this step although work was open, by the worker's own clock."""
+    ahead: bool = False
+    """It was planned while the step before it computed."""
+    waited: str = ""
+    """Why it was not, where `scheduler.ahead` would have it so: "drafts", "blocks" ... (`scheduling/ahead.py`)."""
+    ahead_discarded: int = 0
+    """Tokens that it ran in vain: of requests that had ended, in a way nobody could foresee, before it began."""
 
 
 class StepBegins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Which requests the engine is about to run: sent before they are. Left out when they are those of the last such message, none of
-    them runs prompt tokens, and none is preempted. Should the engine die, it died with these."""
+    """Which requests the engine runs, or is about to: those of all steps in flight. Sent before the newest of them, `step_id`, begins. Left
+    out when they are those of the last such message, none of them runs prompt tokens in the newest step, and none is preempted. Should
+    the engine die, it died with these."""
 
     step_id: int
     runs: dict[str, tuple[int, int]]
-    """`{request_id: (first, last)}`: the step runs tokens[first:last] of it, prompt and output counted together."""
+    """`{request_id: (first, last)}`: the steps run tokens[first:last] of it, prompt and output counted together."""
     taken: int
     """Requests taken in since the engine began."""
     cached: dict[str, int] = {}
     """Of requests that begin with this step: prompt tokens that a cache gave, where there were any."""
     preempted: tuple[str, ...] = ()
     """Requests that have lost their blocks to this step."""
+    steps: int = 1
+    """How many steps may be in flight from here on, and so how many tokens a request may be ahead of its last output."""
 
 
 class StepOutput(msgspec.Struct, kw_only=True, tag=True):
@@ -233,7 +248,7 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     started: float
     """Unix seconds."""
     duration: float
-    """Seconds from plan to result."""
+    """Seconds from plan, or the result of the step before, to its own result, as in StepReport."""
     prefill: dict[int, int]
     """Prompt tokens run, also when they are run anew after a preemption."""
     verify: dict[int, tuple[int, int]]

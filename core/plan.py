@@ -79,6 +79,9 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True):
     """The switches in force from this step on, when they changed."""
     settings: dict[str, dict[str, Any]] = {}
     """Settings of plugins, as written, that are in force from this step on, when they changed."""
+    ahead: bool = False
+    """Made before the result of the step before it was known, and counts on it. If that one fails as a whole, nothing of this one may
+    run: requests, blocks and drops are taken over, no token is run (`StepResult.void`)."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -115,6 +118,8 @@ class StepResult(msgspec.Struct, kw_only=True):
     """What a step gave. A request appears in at most one of `sampled` and `errors`."""
 
     step_id: int
+    void: bool = False
+    """No token was run: the step counted on one that failed as a whole (`StepInput.ahead`)."""
     sampled: dict[str, list[int]]
     """New token ids by request: one per request that sampled (more when drafts were accepted); absent for partial chunks."""
     logprobs: dict[str, list[TokenLogprobs]] = {}
@@ -126,7 +131,8 @@ class StepResult(msgspec.Struct, kw_only=True):
     drafts: dict[str, Drafts] = {}
     """What `drafts_after_step` proposes behind the tokens in `sampled`, for the next plan."""
     phases: dict[str, float] = {}
-    """Seconds by phase: "prepare", "forward", "logits", "sample", "draft"; plus "cpu" (the worker's process or thread CPU time)."""
+    """Seconds by phase: "prepare", "forward", "logits", "sample", "draft"; plus "cpu" (the worker's process or thread CPU time) and
+    "idle" (since the worker's last step ended), which the engine takes out for `StepReport.gap`."""
     bytes_moved: int = 0
     """Weights plus K/V read and written, as the model's arithmetic says (not a hardware counter)."""
     flops: int = 0

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from .plan import Drafts
 
 
+PENDING = -1
+"""Stands in `Request.tokens` for the token that the step in flight will give, while the step after it is planned (scheduling/ahead.py)."""
+
+
 class Resumed(msgspec.Struct, frozen=True, kw_only=True):
     """Where a request stood when the engine that ran it died: another one goes on from here."""
 
@@ -80,12 +84,13 @@ class Request:
     """Scheduler-owned state. Plugins read it freely, write only `stash` and `notes`.
 
     Invariants: computed <= len(tokens); len(blocks) * block_size >= computed (while RUNNING); WAITING holds no blocks.
-    `tokens` is prompt then output. A request is prefilling while computed < len(tokens) - 1, else it decodes.
+    `tokens` is prompt then output. A request is prefilling while computed < len(tokens) - 1, else it decodes. While a step is planned
+    ahead of the last one's result, policies see running requests as they will be then: the last token may be PENDING.
     """
 
     __slots__ = (
         "accepted_tokens", "admitted", "arrival", "blocks", "cached_tokens", "capacity", "choice", "computed", "deadline",
-        "draft_tokens", "features", "fields", "finish", "hooks", "kernels", "limit", "notes", "num_prompt", "pinned",
+        "draft_tokens", "drafts_expected", "features", "fields", "finish", "hooks", "kernels", "limit", "notes", "num_prompt", "pinned",
         "preemptions", "prompt_logits", "prompt_logprobs_sent", "proposed", "request_id", "stash", "status", "stop_ids", "stop_min_len",
         "tokens", "worker_knows",
     )  # fmt: skip
@@ -131,6 +136,8 @@ class Request:
         self.stash = Stash()
         self.proposed: tuple[int, Drafts] | None = None
         """What the worker proposed, and the length of `tokens` that it follows."""
+        self.drafts_expected = 0
+        """Length of `tokens` up to which the worker is expected to propose more drafts."""
         self.worker_knows = False
         self.finish: str | None = None
         if admitted.resumed is not None:

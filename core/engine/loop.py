@@ -5,23 +5,22 @@
                                                                │               └─ send the last step's output ─> socket
                                                                └─ StepBegins, where it says anything new ─> socket
 
-The next plan is made when the result is there: planning takes 0.01 to 0.1 ms of a step, and what takes longer, encoding and sending, is
-done while the worker computes.
-While a step computes, the heartbeat goes on beating and the reader goes on receiving: new requests join the line at once, everything
-else is applied between two steps.
+Planning takes 0.01 to 0.1 ms of a step; what takes longer, encoding and sending, is done while the worker computes. With `info.ahead` so is
+planning: when a step has been sent, the next one is planned and sent too, and then the loop waits for the first one's result. Where that
+can't be (scheduling/ahead.py says when), the next plan is made when the result is there.
+While a step computes, the heartbeat goes on beating and the reader goes on receiving: new requests join the line at once. Between two
+results cancels and questions are dealt with; what changes switches or settings, or ends the engine, waits until no step is in flight.
 A full mailbox makes the reader stop reading, and so, in the end, the front wait. A listener of the bus that must lose nothing and is far
 behind makes the loop hold new requests; it never makes a step wait.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -32,7 +31,7 @@ from ..actors import Mailbox
 from ..bus import Bus
 from ..config import Config
 from ..contexts import EngineContext
-from ..errors import ErrorInfo, FieldError, NotFoundError, PluginError, TokenbusError, TooLargeError, WorkerError, plain_text
+from ..errors import ErrorInfo, TokenbusError, TooLargeError, plain_text
 from ..host import PluginHost, Switches
 from ..ipc import Channel, FrameError, WireError
 from ..kv.pool import BlockPool
@@ -45,7 +44,6 @@ from ..messages import (
     FrontMessage,
     Heartbeat,
     Hello,
-    PlansReply,
     Query,
     Reply,
     SetFeatures,
@@ -58,8 +56,9 @@ from ..plan import StepInput, StepPlan
 from ..request import AdmittedRequest
 from ..scheduling.scheduler import Scheduler
 from ..worker.base import Worker
+from .in_flight import InFlight
+from .queries import Queries
 from .switchboard import Switchboard
-from .watch import StepWatch
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +69,8 @@ CLOSE_SECONDS = 2.0
 """What the worker gets to close by itself; the front kills the process group after a while."""
 STALLED_SECONDS = 0.01
 """Pause when there is work but no step could be planned, or new requests are held."""
+ANY_TIME = Add | Cancel | Query | None
+"""What may be applied while steps are in flight."""
 CAUGHT_UP = 0.5
 """Backlog of the bus at which held requests are taken in again."""
 
@@ -106,23 +107,28 @@ class EngineCore:
         self._ready = True
         self._host = host
         self._worker = worker
-        self._watch = StepWatch(bus, self.scheduler)
+        self._steps = InFlight(worker)
+        self._depth = 2 if info.ahead else 1
+        """Steps that the worker has at most."""
+        self._queries = Queries(bus, self.scheduler, host, lambda: self._context.config, lambda: self._steps.pulse()[0])
         self._channel = channel
         self._mailbox: Mailbox[FrontMessage] = Mailbox(MAILBOX)
-        self._plans: deque[StepPlan] = deque(maxlen=config.scheduler.plan_history)
-        bus.listen(self._plans.append, StepPlan)
+        self._next: FrontMessage | None = None
+        """Out of the mailbox, and waits until no step is in flight."""
+        self._gone = False
+        """The front is."""
         self._held: deque[AdmittedRequest] = deque()
         """Requests that are taken in when a listener that must lose nothing has caught up."""
         self._congested = False
         self._idle = True
         """Nothing could be planned: wait for news before trying again."""
         self._stopping = False
-        self._step_id = 0
-        self._step_began: float | None = None
+        self._work_left = False
+        """There was work when the last step ended."""
         self._taken = 0
         """Requests taken in so far."""
         self._told: tuple[int, AbstractSet[str]] = (0, frozenset())
-        """`taken` and the requests of the step in the last StepBegins."""
+        """`taken` and the requests in the last StepBegins."""
         self._output: StepOutput | None = None
         """The last step's: it goes out once the next step computes, or ahead of any other message."""
 
@@ -143,6 +149,7 @@ class EngineCore:
             raise error from None
         finally:
             self._mailbox.destroy()
+            await self._steps.abandon()
         self._switchboard.stop()
         with anyio.move_on_after(CLOSE_SECONDS):
             await self._worker.close()
@@ -154,32 +161,53 @@ class EngineCore:
     # ---- the loop ---------------------------------------------------------------------------------------------------------------
 
     async def _loop(self) -> None:
-        scheduler, bus = self.scheduler, self.bus
+        steps = self._steps
         while await self._take_in():
-            planned = scheduler.schedule(time.time())
-            self._idle = planned is None
-            if planned is None:
-                await self._send(self._published(scheduler.flush(time.time())))
-                continue
-            plan, order = planned
-            bus.publish(plan)
-            bus.publish(order)
-            await self._tell(plan, order)
-            self._step_id, self._step_began = plan.step_id, time.monotonic()
-            step = asyncio.ensure_future(self._worker.execute(order))
-            await anyio.lowlevel.checkpoint()  # the worker has its order now, and the rest is done while it computes
-            await self._send(None)
-            try:
-                result = await step
-            except (WorkerError, PluginError) as error:
-                self._output = self._published(self._step_failed(plan, order, error))
+            planned = self._plan()
+            if planned is not None:
+                await self._begin(*planned)
+                if len(steps) < self._depth:
+                    continue  # plan the next one while this one computes
+            if steps:
+                await self._send(None)  # done while the worker computes
+                await self._land()
             else:
-                self._switchboard.step_done(order, result)
-                output = scheduler.update(plan, result, time.time(), time.monotonic() - self._step_began)
-                bus.publish(result)
-                self._output = self._published(output)
-            self._step_began = None
+                await self._send(self._published(self.scheduler.flush(time.time())))
         await self._send(None)
+
+    def _plan(self) -> tuple[StepPlan, StepInput] | None:
+        """The next step, if it can be planned now."""
+        scheduler, now = self.scheduler, time.time()
+        if not self._steps:
+            planned = scheduler.schedule(now)
+            self._idle = planned is None
+            return planned
+        if len(self._steps) >= self._depth or self._gone:
+            return None
+        if self._next is not None or self._switchboard.failures_noted:
+            scheduler.wait("message" if self._next is not None else "plugin")
+            return None
+        return scheduler.schedule_ahead(now)
+
+    async def _begin(self, plan: StepPlan, order: StepInput) -> None:
+        self.bus.publish(plan)
+        self.bus.publish(order)
+        await self._tell(plan, order)
+        self._steps.send(plan, order)
+        await anyio.lowlevel.checkpoint()  # the worker has its order now
+
+    async def _land(self) -> None:
+        """Wait for the oldest step's result and take it in."""
+        (plan, order, *_), result, seconds = await self._steps.land()
+        if isinstance(result, TokenbusError):
+            output = self._step_failed(plan, order, result)
+        else:
+            gap = result.phases.pop("idle", 0.0) if self._work_left else 0.0
+            self._switchboard.step_done(self.scheduler, order, result)
+            output = self.scheduler.update(plan, result, time.time(), seconds, gap)
+            self.bus.publish(result)
+        self._work_left = self.scheduler.has_work()
+        self._output = self._published(output)
 
     def _switches(self) -> Switches | None:
         return self.scheduler.switches if self._ready else None
@@ -190,20 +218,31 @@ class EngineCore:
         return output
 
     async def _take_in(self) -> bool:
-        """Apply everything that waits; without work, first wait for a message or the next deadline. False: stop."""
+        """Apply what waits and may be applied now; without work, first wait for a message or the next deadline. False: stop."""
         await anyio.lowlevel.checkpoint()
         self._admit_held()
         try:
             if self._idle:
                 await self._wait()
-            while (message := self._mailbox.take()) is not None:
+            while (message := self._take_message()) is not None:
                 await self._apply(message)
-        except anyio.EndOfStream:  # the front is gone
-            return False
+        except anyio.EndOfStream:
+            self._gone = True
         self.scheduler.expire(time.time())
+        if self._steps:
+            return True
+        if self._gone:
+            return False
         for notice in self._switchboard.settle(self.scheduler):
             await self._send(notice)
         return not self._stopping
+
+    def _take_message(self) -> FrontMessage | None:
+        """The next message that may be applied now. Raises EndOfStream when the front is gone."""
+        message, self._next = self._next or self._mailbox.take(), None
+        if self._steps and not isinstance(message, ANY_TIME):
+            message, self._next = None, message
+        return message
 
     async def _wait(self) -> None:
         deadline, now = self.scheduler.next_deadline(), time.time()
@@ -215,19 +254,19 @@ class EngineCore:
 
     async def _tell(self, plan: StepPlan, order: StepInput) -> None:
         """Have the front know which requests run before they do. Costs nothing while the same ones go on decoding."""
-        running = plan.num_tokens.keys()
+        running = plan.num_tokens.keys() | self._steps.request_ids() if self._steps else plan.num_tokens.keys()
         if not plan.num_prompt_tokens and not plan.preempted and self._told == (self._taken, running):
             return
         self._told = self._taken, running
         requests = self.scheduler.requests
-        first = {request_id: requests[request_id].computed for request_id in running}
         await self._send(
             StepBegins(
                 step_id=plan.step_id,
-                runs={request_id: (first[request_id], first[request_id] + n) for request_id, n in plan.num_tokens.items()},
+                runs=self.scheduler.runs(running),
                 taken=self._taken,
                 cached={new.request_id: hit for new in order.new if (hit := requests[new.request_id].cached_tokens)},
                 preempted=plan.preempted,
+                steps=self._depth,
             )
         )
 
@@ -255,7 +294,9 @@ class EngineCore:
             case SetSettings():
                 await self._answer(message.call_id, lambda: self._configure(message))
             case Query():
-                await self._answer(message.call_id, lambda: Reply(message.call_id, self._ask(message.what, message.args)))
+                await self._answer(
+                    message.call_id, lambda: Reply(message.call_id, self._queries.ask(message.what, message.args))
+                )
             case Shutdown():
                 self._stopping = True
             case Hello():
@@ -296,44 +337,6 @@ class EngineCore:
         self.bus.publish(SetSettings(message.call_id, values))
         return Reply(message.call_id)
 
-    def _ask(self, what: str, args: Mapping[str, Any]) -> Any:
-        match what:
-            case "plans":
-                last = args.get("last", len(self._plans))
-                if not isinstance(last, int) or last < 0:
-                    raise FieldError("last", f"must be a number of plans, got {last!r}")
-                return PlansReply(list(self._plans)[max(0, len(self._plans) - last) :])
-            case "integrity":
-                return self._integrity()
-            case "stats":
-                return self._stats()
-            case "watch":
-                return self._watch.look(slow=args.get("slow") is True)
-        raise NotFoundError(f"the engine can't be asked for {what!r}; it answers: plans, integrity, stats, watch")
-
-    def _integrity(self) -> dict[str, Any]:
-        try:
-            self.scheduler.check_integrity()
-        except RuntimeError as error:
-            return {"ok": False, "problem": str(error)}
-        return {"ok": True, "problem": ""}
-
-    def _stats(self) -> dict[str, Any]:
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return {
-            "step_id": self._step_id,
-            "open": len(scheduler.requests),
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "free_blocks": pool.num_available,
-            "retained_blocks": pool.num_retained,
-            "num_blocks": pool.num_blocks,
-            "allocation_failures": pool.allocation_failures,
-            "on": scheduler.switches.names(),
-            "loaded": sorted(self._host.loaded),
-            "settings": live_settings.live_values(self._context.config, self._host),
-        }
-
     # ---- beside the loop --------------------------------------------------------------------------------------------------------
 
     async def _send(self, message: EngineMessage | None) -> None:
@@ -348,10 +351,10 @@ class EngineCore:
 
     async def _read(self) -> None:
         """New requests join the line also while a step computes, with all that their plugins do about it; what changes running ones,
-        and whatever comes after that, waits in the mailbox for the end of the step."""
+        and whatever comes after that, waits in the mailbox for the end of the step, or for all that are in flight."""
         try:
             async for message in self._channel:
-                if isinstance(message, Add) and self._step_began is not None and not len(self._mailbox):
+                if isinstance(message, Add) and self._steps and self._next is None and not len(self._mailbox):
                     await self._apply(message)
                 else:
                     await self._mailbox.put(message)
@@ -359,7 +362,7 @@ class EngineCore:
             self._mailbox.close()
 
     def _pulse(self) -> tuple[int, float, str]:
-        return self._step_id, 0.0 if self._step_began is None else time.monotonic() - self._step_began, ""
+        return *self._steps.pulse(), ""
 
 
 async def beat(

@@ -120,7 +120,7 @@ async def _start(
     with start.during("kv"):
         memory = _plan_memory(config, found)
         await worker.allocate(memory.num_blocks)
-    info = _describe_engine(found, memory, start)
+    info = _describe_engine(found, memory, start, ahead=_plans_ahead(config, found))
     engine = EngineCore(
         config=config,
         info=info,
@@ -151,7 +151,11 @@ def _plan_memory(config: Config, found: WorkerInfo) -> sizing.MemoryPlan:
     return plan
 
 
-def _describe_engine(found: WorkerInfo, memory: sizing.MemoryPlan, start: Start) -> EngineInfo:
+def _plans_ahead(config: Config, found: WorkerInfo) -> bool:
+    return found.ahead if config.scheduler.ahead == "auto" else config.scheduler.ahead == "on"
+
+
+def _describe_engine(found: WorkerInfo, memory: sizing.MemoryPlan, start: Start, *, ahead: bool) -> EngineInfo:
     parts = {f"model.{name}": seconds for name, seconds in found.phases.items()}
     imports = max(0.0, start.seconds["model"] - sum(parts.values()))
     phases = {**start.seconds, "model.imports": imports, **parts}
@@ -172,6 +176,7 @@ def _describe_engine(found: WorkerInfo, memory: sizing.MemoryPlan, start: Start)
         phases=phases,
         read_bytes_per_second=found.read_bytes_per_second,
         flops_per_second=found.flops_per_second,
+        ahead=ahead,
         pid=os.getpid(),
     )
 

@@ -1,7 +1,7 @@
 """Which plugins are on in the engine: live changes, all or none, and what happens when one fails outside any one request.
 
-Everything here runs between two steps. `note_failure`, `step_done` and `step_failed` may be called in the middle of one: they only take a
-note, and `settle` acts on it, so that what goes to the front is told in the order in which it came about.
+Everything here runs between two steps, with none in flight. `note_failure`, `step_done` and `step_failed` may be called in the middle of
+one: they only take a note, and `settle` acts on it, so that what goes to the front is told in the order in which it came about.
 """
 
 from __future__ import annotations
@@ -99,11 +99,19 @@ class Switchboard:
         elif name not in self._refusing and name not in self._lingering_failed:
             self._failures.setdefault(name, error)
 
-    def step_done(self, order: StepInput, result: StepResult) -> None:
-        """The worker has finished a step."""
+    @property
+    def failures_noted(self) -> bool:
+        """Whether `settle` has something to do."""
+        return bool(self._failures or self._unloadable)
+
+    def step_done(self, scheduler: Scheduler, order: StepInput, result: StepResult) -> None:
+        """The worker has finished a step; the scheduler doesn't know yet. A request that has ended meanwhile says again why, in a step that
+        was planned before."""
         if order.features is not None:
             self._on_worker = frozenset(order.features)
-        for error in result.errors.values():
+        for request_id, error in result.errors.items():
+            if request_id not in scheduler.requests:
+                continue
             if error.kind == PluginLoadError.__name__ and error.plugin is not None:
                 self.note_failure(error.plugin, from_wire(error))
         if result.kernels is not None and (failed := result.kernels.error) is not None and failed.plugin is not None:

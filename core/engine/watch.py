@@ -8,6 +8,7 @@ Nobody looks, nothing is noted: the engine then does no work for this at all. Th
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ MOST_PARTS = 512
 
 
 class _Begun(NamedTuple):
-    """The step that computes."""
+    """A step that has no result yet."""
 
     plan: StepPlan
     at: float
@@ -45,7 +46,10 @@ class StepWatch:
         self._scheduler = scheduler
         self._listeners: list[Listener] = []
         self._until = 0.0
-        self._begun: _Begun | None = None
+        self._begun: deque[_Begun] = deque()
+        """Oldest first."""
+        self._landed = 0.0
+        """When the last result was there: a step that was planned before began then."""
         self._lost = 0
         self._forget_steps()
 
@@ -100,14 +104,20 @@ class StepWatch:
             for request_id, n in plan.num_tokens.items():
                 request = scheduler.requests[request_id]
                 known = n - len(drafts.get(request_id, ()))
-                if known > 1 or request.computed < request.num_prompt:
+                if known > 1 or scheduler.starts(request) < request.num_prompt:
                     prefill[request_id] = known
-        self._begun = _Begun(plan, time.time(), time.monotonic(), prefill, drafts)
+        self._begun.append(_Begun(plan, time.time(), time.monotonic(), prefill, drafts))
 
     def _ran(self, result: StepResult) -> None:
-        if self._begun is None or self._begun.plan.step_id != result.step_id:
+        while self._begun and self._begun[0].plan.step_id < result.step_id:
+            self._begun.popleft()  # it failed
+        if not self._begun or self._begun[0].plan.step_id != result.step_id:
             return
-        (plan, at, clock, prefill, drafts), self._begun = self._begun, None
+        plan, at, clock, prefill, drafts = self._begun.popleft()
+        late, now = max(0.0, self._landed - clock), time.monotonic()
+        self._landed = now
+        if result.void:
+            return
         if len(self._steps) == MOST_STEPS:
             self._lost += MOST_STEPS
             self._forget_steps()
@@ -117,8 +127,8 @@ class StepWatch:
         self._steps.append(
             WatchedStep(
                 step_id=plan.step_id,
-                started=at,
-                duration=time.monotonic() - clock,
+                started=at + late,
+                duration=now - clock - late,
                 prefill={row(one): n for one, n in prefill.items()},
                 verify={row(one): (len(tokens), max(0, len(sampled.get(one, ())) - 1)) for one, tokens in drafts.items()},
                 decode=None if same else [row(one) for one in decoded],
@@ -140,7 +150,8 @@ class StepWatch:
         for listener in self._listeners:
             listener.close()
         self._listeners = []
-        self._begun, self._lost = None, 0
+        self._begun.clear()
+        self._lost = 0
         self._forget_steps()
 
 

@@ -1,8 +1,9 @@
 """Which requests may have killed the engine, and which one has. Pure logic: it knows ids and positions, nothing else.
 
 A request that was run, or was being taken in, when the engine died is a suspect. Suspects are run one at a time, with nothing else in the
-engine, until each has given a token: that clears it, whatever the death's cause was. One that is alone when the engine dies, twice at the
-same position (the runs of the two steps overlap) and without a token in between, is the cause.
+engine, until each has given a token (or two, where steps are planned ahead: recovery.py counts): that clears it, whatever the death's
+cause was. One that is alone when the engine dies, twice at the same position (the runs of the two steps overlap) and without being cleared
+in between, is the cause.
 
 So one poisoned request costs three restarts at most (with the others, alone, alone again), and nobody else ends for it.
 """

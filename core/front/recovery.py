@@ -3,7 +3,7 @@
     held ──(no suspects)── all that may run together ───────> in the engine ──> ends
      ^  └──(suspects)── one suspect, alone, for one token ──>  │      │
      │                                                         │      │
-     └───────── died, or its one token has come ───────────────┴──────┘
+     └───────── died, or its one token has come ───────────────┴──────┘     (two, where steps are planned ahead)
 
 A held request has lost nothing: its journal entry says where its answer stands, and the next engine goes on from there. New requests are
 held too while there are suspects (see quarantine.py); apart.py says who may run together. Knows nothing of streams or processes.
@@ -40,7 +40,12 @@ class Recovery:
         self._held: set[str] = set()
         self._inside: set[str] = set()
         self._running: dict[str, Run] = {}
-        """The step in flight, as far as it is known: which tokens of each of its requests it runs."""
+        """The steps in flight, as far as they are known: which tokens of each of their requests they run."""
+        self._steps = 1
+        """How many they may be."""
+        self._to_clear: dict[str, int] = {}
+        """Tokens that suspects have yet to give before they are cleared: as many as steps may have been in flight when the engine died. It
+        may have died in the last of them, and what the others gave may not have come out."""
         self._not_taken: deque[str] = deque()
         """Handed to the engine, which has not said yet that it took them in."""
         self._taken = 0
@@ -76,7 +81,7 @@ class Recovery:
         self._up = True
 
     def step_begins(self, step: StepBegins) -> None:
-        self._running = dict(step.runs)
+        self._running, self._steps = dict(step.runs), step.steps
         for _ in range(min(step.taken - self._taken, len(self._not_taken))):
             self._not_taken.popleft()
         self._taken = step.taken
@@ -91,8 +96,16 @@ class Recovery:
         entry = self._journal.emit(request_id, tokens, len(prompt_logprobs or ()))
         if tokens:
             if request_id in self._running:
-                self._running[request_id] = (entry.num_known - 1, entry.num_known)
-            self.quarantine.clear(request_id)
+                self._running[request_id] = (entry.num_known - 1, entry.num_known - 1 + self._steps)
+            missing = self._to_clear.get(request_id, 1) - len(tokens)
+            if missing > 0:
+                self._to_clear[request_id] = missing
+            else:
+                self._clear(request_id)
+
+    def _clear(self, request_id: str) -> None:
+        self.quarantine.clear(request_id)
+        self._to_clear.pop(request_id, None)
 
     def step_ended(self, tokens: Mapping[str, Sequence[int]]) -> None:
         """One step gave these."""
@@ -114,7 +127,7 @@ class Recovery:
         """It is open no more."""
         self._come_out(request_id)
         self._held.discard(request_id)
-        self.quarantine.clear(request_id)
+        self._clear(request_id)
         self.apart.ended(request_id)
 
     def died(self, reason: str) -> dict[str, Finish]:
@@ -123,6 +136,7 @@ class Recovery:
         for request_id in self._not_taken:
             if request_id in self._inside:
                 suspects.setdefault(request_id, TAKEN_IN)
+        self._to_clear |= dict.fromkeys(suspects, self._steps)
         culprit = self.quarantine.blame(suspects)
         self.apart.died(suspects)
         ends: dict[str, Finish] = {}
@@ -137,7 +151,7 @@ class Recovery:
                 ends[request_id] = finish
         self._held, self._up, self._taken = held, False, 0
         self._inside.clear()
-        self._running = {}
+        self._running, self._steps = {}, 1
         self._not_taken.clear()
         return ends
 
@@ -215,7 +229,8 @@ class Recovery:
             if not self.apart.may_join(request_id, self._inside):
                 continue
             alone = suspect is not None and len(self.quarantine) > 1  # the last one need not be given back
-            entry.until = len(entry.tokens) + 1 if alone and len(entry.tokens) + 1 < entry.admitted.max_tokens else None
+            until = len(entry.tokens) + self._to_clear.get(request_id, 1)
+            entry.until = until if alone and until < entry.admitted.max_tokens else None
             try:
                 if not self._post(Add([entry.as_sent()])):
                     break  # the engine is going: its death will be told

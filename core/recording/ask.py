@@ -50,6 +50,11 @@ def simulate(history: History, wishes: Sequence[str], catalogue: Mapping[str, ty
                 f"{name}: {course.guessed} of {course.steps} steps have more rows than any recorded one ({times.most_rows}); what they "
                 "take is a guess"
             )
+    if history.header.ahead:
+        notices.append(
+            "steps were planned while the one before computed; the simulation plans them one after the other, so in it a request joins "
+            "a step earlier, and no step runs tokens in vain"
+        )
     budgets = {one.step.budget for one in history.steps}
     told = any("scheduler.token_budget" in change.values for change in history.changes)
     if len(budgets) > 1 and not told:  # by a version that didn't write such changes down

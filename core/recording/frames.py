@@ -42,6 +42,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str = ""
     layers: str = ""
     """What the decoder's layers run on (see identity.py)."""
+    ahead: bool = False
+    """Whether steps were planned ahead (`scheduler.ahead`)."""
     lossless: bool = True
     """Whether the kernels hold the determinism contract: else a replay may differ without a fault."""
     vocab_size: int = 0
@@ -88,9 +90,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     step_id: int
     at: float
-    """When its plan was published."""
+    """When its plan was published, or the step before it was over, whichever came later."""
     seconds: float
-    """From plan to result."""
+    """From then to its result."""
     runs: list[int]
     """serial, tokens, serial, tokens ... in the order in which they ran."""
     sampled: list[int]

@@ -2,30 +2,34 @@
 
     add / cancel / expire      intake: changes what is open; ends go out with the next output        (intake.py)
     schedule                   one transaction: decodes, prompt chunks, waiting requests, blocks     (step_builder.py)
-    update / fail_step         the step's result: append, stop checks, filled blocks, output         (here)
+    schedule_ahead             the same while a step computes, on what that one is known to do       (ahead.py)
+    update / fail_step         the step's result: append, stop checks, filled blocks, output         (results.py)
     flush                      ends that happened while no step ran
     apply_switches             between two steps
 
-Per step: at most one plan is in flight (`schedule` then `update` or `fail_step`). No step does work that grows with requests that
-have ended. Nothing here awaits, locks or blocks.
+At most two plans are in flight: one computes, one (`schedule_ahead`) waits behind it. `update` or `fail_step` takes in the older one's
+result. No step does work that grows with requests that have ended. Nothing here awaits, locks or blocks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..config import Config, SchedulerConfig
-from ..errors import ErrorInfo, PluginError, TokenbusError
+from ..errors import ErrorInfo, PluginError
 from ..host import PluginHost, Switches
 from ..kv.pool import BlockPool
 from ..messages import StepOutput, StepReport
-from ..plan import StepInput, StepPlan, StepResult, TokenLogprobs
-from ..request import AdmittedRequest, Request, Status
+from ..plan import StepInput, StepPlan, StepResult, WorkerRequest
+from ..request import AdmittedRequest, Request
+from .ahead import Flight, MustWaitError, expected, why_wait
 from .batch import Batch
 from .intake import Intake
 from .live_switches import LiveSwitches
+from .results import Results
 from .step_builder import StepBuilder
 
 PluginFailure = Callable[[str, PluginError], None]
@@ -57,7 +61,9 @@ class Scheduler:
         self.live = LiveSwitches(host, switches, self.batch, start_plugin or (lambda name: host.load((name,))))
         self._intake = Intake(self.batch, self.live, max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._builder = StepBuilder(self.batch, config.scheduler)
-        self._in_flight: StepInput | None = None
+        self._results = Results(self.batch)
+        self._flights: deque[Flight] = deque()
+        self._waits = ""
         self._lost_drops: list[str] = []
 
     # ---- intake -----------------------------------------------------------------------------------------------------------------
@@ -102,8 +108,21 @@ class Scheduler:
 
     @property
     def in_flight(self) -> StepInput | None:
-        """The step that computes; None between two steps."""
-        return self._in_flight
+        """The step that was planned last and has no result yet; None when there is none."""
+        return self._flights[-1].order if self._flights else None
+
+    def runs(self, request_ids: Iterable[str]) -> dict[str, tuple[int, int]]:
+        """`{request_id: (first, last)}` of those that are open: the steps in flight run tokens[first:last] of it."""
+        requests, flights = self.batch.requests, self._flights
+        return {
+            name: (requests[name].computed, requests[name].computed + sum(one.plan.num_tokens.get(name, 0) for one in flights))
+            for name in request_ids
+            if name in requests
+        }
+
+    def starts(self, request: Request) -> int:
+        """Where the step planned last begins in a request: its computed tokens, and those that the step before it runs."""
+        return request.computed + (self._flights[0].plan.num_tokens.get(request.request_id, 0) if len(self._flights) > 1 else 0)
 
     @property
     def switches(self) -> Switches:
@@ -113,12 +132,42 @@ class Scheduler:
 
     def schedule(self, now: float) -> tuple[StepPlan, StepInput] | None:
         """The next step, or None when there is nothing to run. Its blocks are taken when this returns."""
-        if self._in_flight is not None:
-            raise RuntimeError(f"step {self._in_flight.step_id} has neither been updated nor failed")
+        self._nothing_in_flight()
         planned = self._builder.build(now)
         if planned is None:
+            self._waits = ""
             return None
-        plan, new, new_blocks = planned
+        return self._take_off(*planned, ahead=False)
+
+    def schedule_ahead(self, now: float) -> tuple[StepPlan, StepInput] | None:
+        """The step after the one in flight, on what that one is known to do; None when nothing can be planned before its result is there
+        (`StepReport.waited` of the next step then says why) or is left to do."""
+        if len(self._flights) != 1:
+            raise RuntimeError(f"{len(self._flights)} steps are in flight")
+        self._waits = self._builder.next_waits or why_wait(self._flights[0], self.batch)
+        if self._waits:
+            return None
+        try:
+            with expected(self.batch, self._flights[0].order) as ending:
+                if ending == len(self.batch.running) and not self.batch.line:
+                    return None
+                planned = self._builder.build(now, ending=ending)
+        except MustWaitError as error:
+            self._waits = str(error)
+            return None
+        return None if planned is None else self._take_off(*planned, ahead=True)
+
+    def wait(self, why: str) -> None:
+        """The next step is not planned ahead, for a reason of the caller's."""
+        self._waits = why
+
+    def _nothing_in_flight(self) -> None:
+        if self._flights:
+            raise RuntimeError(f"step {self._flights[0].plan.step_id} has neither been updated nor failed")
+
+    def _take_off(
+        self, plan: StepPlan, new: list[WorkerRequest], new_blocks: dict[str, list[int]], *, ahead: bool
+    ) -> tuple[StepPlan, StepInput]:
         dropped = self.batch.take_dropped()
         if self._lost_drops:
             dropped = [*dict.fromkeys(self._lost_drops + dropped)]
@@ -132,154 +181,56 @@ class Scheduler:
             dropped=dropped,
             features=self.live.take_announcement(),
             settings=self.live.take_settings(),
+            ahead=ahead,
         )
-        self._in_flight = order
+        self._flights.append(Flight(plan, order, self._builder.proposers, waited=self._waits))
+        self._waits = ""
         return plan, order
 
-    def update(self, plan: StepPlan, result: StepResult, now: float, seconds: float) -> StepOutput:
-        """Take in a step's result; `seconds` is the wall time from plan to result. The output carries the ends from intake too."""
-        self._in_flight = None
+    def _land(self, plan: StepPlan) -> Flight:
+        if not self._flights or self._flights[0].plan.step_id != plan.step_id:
+            raise RuntimeError(f"step {plan.step_id} is not the one that computes")
+        return self._flights.popleft()
+
+    def update(self, plan: StepPlan, result: StepResult, now: float, seconds: float, gap: float = 0.0) -> StepOutput:
+        """Take in the result of the older step in flight. seconds, gap: `StepReport.duration` and `gap`. The output carries the ends from
+        intake too."""
+        flight = self._land(plan)
         output = StepOutput(step_id=plan.step_id, tokens=result.sampled, logprobs=result.logprobs, kernels=result.kernels)
         for request_id, error in result.errors.items():
             self.fail(request_id, error, now)
-        if result.prompt_logprobs:
-            output.prompt_logprobs = self._prompt_logprobs(plan, result.prompt_logprobs)
-        if self._builder.drafts:
-            self._count_drafts(result)
-        self._advance(plan, result, output, now)
-        if self._builder.drafts:
-            self._settle_drafts(result, now)
-        for request_id, drafts in result.drafts.items():
-            if (request := self.batch.requests.get(request_id)) is not None:
-                request.proposed = len(request.tokens), drafts
+        if flight.void:
+            return self._close(output, self._report(None, None, now, 0.0), now)
+        self._results.take(flight, result, output, now)
         hooks = self.live.engine_hooks
         for impl in hooks.step_finished:
             self.batch.call_engine_wide(impl, plan=plan, result=result, seconds=seconds)
-        output.report = self._report(plan, result, now, seconds)
+        report = self._report(plan, result, now, seconds, gap=gap, flight=flight)
+        return self._close(output, report, now)
+
+    def _close(self, output: StepOutput, report: StepReport, now: float) -> StepOutput:
+        output.report = report
         output.finished = self.batch.take_ended()
+        if output.finished and self._flights:
+            requests, behind = self.batch.requests, self._flights[0]
+            behind.discarded = sum(n for name, n in behind.plan.num_tokens.items() if name not in requests)
         self.live.release(now)
         return output
-
-    def _advance(self, plan: StepPlan, result: StepResult, output: StepOutput, now: float) -> None:
-        """Append what was sampled, check for the end, note filled blocks. The hot loop: one pass over the plan."""
-        batch = self.batch
-        requests, block_size = batch.requests, batch.block_size
-        sampled = result.sampled
-        stale: list[str] | None = None
-        ending: list[tuple[Request, str, int | None]] | None = None
-        filled: list[tuple[Request, int, int]] | None = None
-        for request_id, num_tokens in plan.num_tokens.items():
-            request = requests.get(request_id)
-            if request is None:
-                stale = stale or []
-                stale.append(request_id)
-                continue
-            before = request.computed
-            new = sampled.get(request_id)
-            if new is None:
-                computed = before + num_tokens
-            else:
-                tokens = request.tokens
-                known = len(tokens)
-                if len(new) == 1 and known + 1 < request.limit and new[0] not in request.stop_ids:
-                    computed = known
-                    tokens.append(new[0])
-                else:
-                    kept, reason, stop_token = accept(request, new)
-                    computed = min(known + len(new) - 1, len(tokens))
-                    if reason is not None:
-                        ending = ending or []
-                        ending.append((request, reason, stop_token))
-                        if len(kept) < len(new):
-                            _trim(output, result, request_id, kept)
-            request.computed = computed
-            if computed // block_size != before // block_size and request.hooks.blocks_filled:
-                filled = filled or []
-                filled.append((request, before // block_size, computed // block_size))
-        if filled is not None:
-            self._blocks_filled(filled, now)
-        if ending is not None:
-            for request, reason, stop_token in ending:
-                if request.status is not Status.FINISHED:
-                    batch.end(request, reason, now, stop_token=stop_token, keep_in_running=True)
-            batch.sweep()
-        if stale is not None:
-            for request_id in stale:
-                _trim(output, result, request_id, [])
-
-    def _count_drafts(self, result: StepResult) -> None:
-        """Before any of its requests ends."""
-        for request_id, drafts in self._builder.drafts.items():
-            request, new = self.batch.requests.get(request_id), result.sampled.get(request_id)
-            if request is not None and new is not None:
-                request.draft_tokens += len(drafts)
-                request.accepted_tokens += len(new) - 1
-
-    def _settle_drafts(self, result: StepResult, now: float) -> None:
-        """Give back what drafts took, and tell who proposed them how good they were."""
-        counters, builder = self.batch.counters, self._builder
-        for request_id, drafts in builder.drafts.items():
-            new, plugin = result.sampled.get(request_id), builder.proposers[request_id]
-            if new is None:
-                continue
-            accepted = len(new) - 1
-            names = [
-                "verified_steps",
-                *(f"proposed_at.{i}" for i in range(len(drafts))),
-                *(f"accepted_at.{i}" for i in range(accepted)),
-            ]
-            for name, count in (
-                ("proposed_tokens", len(drafts)),
-                ("accepted_tokens", accepted),
-                *((name, 1) for name in names),
-            ):
-                counters[f"{plugin}.{name}"] = counters.get(f"{plugin}.{name}", 0) + count
-            request = self.batch.requests.get(request_id)
-            if request is None or request.status is not Status.RUNNING:
-                continue
-            self.batch.shrink(request)
-            try:
-                for impl in request.hooks.drafts_verified:
-                    if impl.plugin == plugin:
-                        impl(request=request, proposed=len(drafts), accepted=accepted)
-            except TokenbusError as error:
-                self.batch.end(request, "error", now, error=error.to_wire())
-
-    def _blocks_filled(self, filled: list[tuple[Request, int, int]], now: float) -> None:
-        pool = self.pool
-        for request, first, last in filled:
-            try:
-                for impl in request.hooks.blocks_filled:
-                    impl(request=request, first=first, last=last, pool=pool)
-            except TokenbusError as error:
-                self.batch.end(request, "error", now, error=error.to_wire())
-
-    def _prompt_logprobs(self, plan: StepPlan, given: dict[str, list[TokenLogprobs]]) -> dict[str, list[TokenLogprobs]]:
-        """Those not sent before: after a preemption the prompt runs again, its logprobs go out once."""
-        fresh: dict[str, list[TokenLogprobs]] = {}
-        for request_id, entries in given.items():
-            request = self.batch.requests.get(request_id)
-            if request is None or request_id not in plan.num_tokens:
-                continue
-            entries = entries[max(0, request.prompt_logprobs_sent - request.computed) :]  # noqa: PLW2901
-            if entries:
-                request.prompt_logprobs_sent += len(entries)
-                fresh[request_id] = entries
-        return fresh
 
     def fail_step(self, plan: StepPlan, error: ErrorInfo, now: float) -> StepOutput:
-        """The step failed as a whole: its requests end with the error, and the worker is told again what this step told it."""
-        if self._in_flight is not None:
-            self._lost_drops = list(self._in_flight.dropped)
-            if self._in_flight.features is not None:
-                self.live.announce()
-            self.live.announce_settings(self._in_flight.settings, again=True)
-            self._in_flight = None
+        """The older step in flight failed as a whole: its requests end with the error, and the worker is told again what this step told
+        it. A step behind it is not run; its other requests are as if it had not been planned."""
+        order = self._land(plan).order
+        known_again = {new.request_id for flight in self._flights for new in flight.order.new}
+        self._lost_drops += [name for name in order.dropped if name not in known_again]
+        if order.features is not None:
+            self.live.announce()
+        self.live.announce_settings(order.settings, again=True)
+        for flight in self._flights:
+            flight.void = True
         for request_id in plan.num_tokens:
             self.fail(request_id, error, now)
-        output = StepOutput(step_id=plan.step_id, finished=self.batch.take_ended(), report=self._report(None, None, now, 0.0))
-        self.live.release(now)
-        return output
+        return self._close(StepOutput(step_id=plan.step_id), self._report(None, None, now, 0.0), now)
 
     def flush(self, now: float) -> StepOutput | None:
         """Ends that no step has carried yet (a cancel while idle, a request refused); None when there are none."""
@@ -289,7 +240,16 @@ class Scheduler:
             return None
         return StepOutput(step_id=self._builder.step_id, finished=ended, report=self._report(None, None, now, 0.0))
 
-    def _report(self, plan: StepPlan | None, result: StepResult | None, now: float, seconds: float) -> StepReport:
+    def _report(
+        self,
+        plan: StepPlan | None,
+        result: StepResult | None,
+        now: float,
+        seconds: float,
+        *,
+        gap: float = 0.0,
+        flight: Flight | None = None,
+    ) -> StepReport:
         """Without a plan and result: how things stand when no step has given any (its num_requests is 0)."""
         num_tokens = {} if plan is None else plan.num_tokens
         prompt_tokens = 0 if plan is None else plan.num_prompt_tokens
@@ -318,6 +278,10 @@ class Scheduler:
             flops=0 if result is None else result.flops,
             counters=counters,
             cpu_seconds=time.process_time(),
+            gap=gap,
+            ahead=flight is not None and flight.order.ahead,
+            waited="" if flight is None else flight.waited,
+            ahead_discarded=0 if flight is None else flight.discarded,
         )
 
     # ---- switches ---------------------------------------------------------------------------------------------------------------
@@ -330,10 +294,12 @@ class Scheduler:
         Plugins that nobody uses any more get their `engine_stopped` and are unloaded: now (their names are returned), or as their last
         request ends.
         """
+        self._nothing_in_flight()
         return self.live.apply(new, time.time() if now is None else now)
 
     def configure(self, config: SchedulerConfig, plugins: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Between two steps: other limits from the next one on. plugins: settings of plugins that the worker must be told of."""
+        self._nothing_in_flight()
         self._builder.configure(config)
         self.live.announce_settings(plugins or {})
 
@@ -342,34 +308,3 @@ class Scheduler:
     def check_integrity(self) -> None:
         """RuntimeError unless pool, block tables, batch and waiting line agree."""
         self.batch.check_integrity()
-
-
-def accept(request: Request, new: list[int]) -> tuple[list[int], str | None, int | None]:
-    """Append sampled tokens until one ends the request: (tokens to show, why it ends or None, the stop token).
-
-    A stop token is not appended and not shown. What was sampled behind the end is discarded.
-    """
-    tokens = request.tokens
-    for index, token in enumerate(new):
-        if len(tokens) >= request.limit:
-            return new[:index], "length", None
-        if token in request.stop_ids and len(tokens) >= request.stop_min_len:
-            return new[:index], "stop", token
-        tokens.append(token)
-    return new, "length" if len(tokens) >= request.limit else None, None
-
-
-def _trim(output: StepOutput, result: StepResult, request_id: str, kept: list[int]) -> None:
-    """Show only `kept` of a request's tokens. The result's own dictionaries stay as they came: others read them."""
-    if output.tokens is result.sampled:
-        output.tokens = dict(result.sampled)
-        output.logprobs = dict(result.logprobs)
-    if kept:
-        output.tokens[request_id] = kept
-    else:
-        output.tokens.pop(request_id, None)
-    if (entries := output.logprobs.get(request_id)) is not None:
-        if kept:
-            output.logprobs[request_id] = entries[: len(kept)]
-        else:
-            del output.logprobs[request_id]

@@ -7,6 +7,9 @@
 
 A policy may want less than all of it in a step (`SchedulingPolicy.compose`). What it wants is tried in turn until something is planned.
 
+With `ending` the step is planned while another one computes (ahead.py): there are no drafts then, nobody is preempted or displaced or
+ends for lack of room, and an empty plan is no fault. What would have to be done in that case is done in the next step that waits.
+
 Blocks are taken as tokens are planned. When they run out in 1 or 2 the policy names a victim, which loses its blocks, leaves this
 plan and goes back to the line. A waiting request joins only when its known tokens and what everybody needs soon fit together: so
 a request that was just resumed is not the next victim. The request that the policy never names always advances, hence no plan is
@@ -21,6 +24,7 @@ from ..errors import ContextLengthError, TokenbusError
 from ..plan import StepPlan, WorkerRequest
 from ..policy import Work
 from ..request import Request, Status
+from .ahead import MustWaitError
 from .batch import Batch
 
 
@@ -41,6 +45,11 @@ class StepBuilder:
         self._preempted: list[str] = []
         self._starved = False
         """Blocks ran out: nobody joins in this step."""
+        self.next_waits = ""
+        """Why the step after the one planned last must not be planned ahead."""
+        self._ahead = False
+        self._ending = 0
+        """Running requests that the step in flight ends."""
         self._headroom: int | None = None
         """Blocks that the running requests will soon want beside theirs: counted when somebody wants to join, then kept up to date."""
         self._view = StepView(step_id=0, budget=0, num_decodes=0, prompt_tokens=0, waiting=0)
@@ -52,15 +61,19 @@ class StepBuilder:
         self._max_running = min(config.max_running, config.token_budget)
         """Every decode fits into the budget, but for those that joined under a larger one."""
 
-    def build(self, now: float) -> tuple[StepPlan, list[WorkerRequest], dict[str, list[int]]] | None:
+    def build(
+        self, now: float, *, ending: int | None = None
+    ) -> tuple[StepPlan, list[WorkerRequest], dict[str, list[int]]] | None:
         """(plan, requests new to the worker, blocks added to the tables of those it knows), or None when there is nothing to run.
 
-        Requests may end in here (a plugin raised on them), and blocks are taken also when None is returned.
+        Requests may end in here (a plugin raised on them), and blocks are taken also when None is returned. ending: planned ahead, and how
+        many running requests the step in flight ends; MustWaitError when it has to wait, with nothing taken.
         """
         batch = self._batch
         if not (batch.running or batch.line):
             return None
         self.step_id += 1
+        self._ahead, self._ending, self.next_waits = ending is not None, ending or 0, ""
         self._new, self._new_blocks, self._preempted, self._starved = [], {}, [], False
         self.drafts, self.proposers = {}, {}
         for kind in batch.line.compose(batch.running, now):
@@ -68,10 +81,11 @@ class StepBuilder:
             if self._num_tokens:
                 break
         else:
-            self._plan_prompts(Work.ALL, now, least=1)
+            if not self._ahead:
+                self._plan_prompts(Work.ALL, now, least=1)
         num_tokens, view = self._num_tokens, self._view
         if not num_tokens:
-            if batch.running or batch.line:
+            if not self._ahead and (batch.running or batch.line):
                 raise RuntimeError(f"nothing to run with {len(batch.running)} running and {len(batch.line)} waiting requests")
             return None
         plan = StepPlan(
@@ -83,7 +97,7 @@ class StepBuilder:
             num_prompt_tokens=view.prompt_tokens,
             num_draft_tokens=sum(map(len, self.drafts.values())),
             waiting=len(batch.line),
-            running=len(batch.running),
+            running=len(batch.running) - self._ending,
         )
         return plan, self._new, self._new_blocks
 
@@ -101,7 +115,7 @@ class StepBuilder:
             prompt_tokens=0,
             waiting=len(batch.line),
         )
-        if not self._starved:
+        if not self._starved and not self._ahead:
             self._plan_drafts([r for r in batch.running if _may_have_drafts(r) and r.request_id in num_tokens], now)
         if batch.line or len(num_tokens) < len(batch.running):
             self._plan_prompts(kind, now, least=0)
@@ -122,17 +136,23 @@ class StepBuilder:
                 request.capacity += size
                 self._new_blocks[request.request_id] = [block]
             return
+        if self._ahead:
+            self.step_id -= 1
+            raise MustWaitError("blocks")
         for request in growing:
             if request.status is Status.RUNNING and not self._take(request, 1, now):
                 self._unplan(request)
 
     def _take(self, request: Request, num_tokens: int, now: float) -> bool:
         """Blocks for `num_tokens` more tokens of a running request, from others if need be. False: it lost its own place (it was the
-        victim, or it is alone and the pool is not enough for it)."""
+        victim, or it is alone and the pool is not enough for it), or it is left out of a step that is planned ahead."""
         batch = self._batch
         needed = batch.blocks_for(request.computed + num_tokens) - len(request.blocks)
         if needed <= 0:
             return True
+        if self._ahead and needed > batch.pool.num_available:
+            self._starved, self.next_waits = True, "blocks"
+            return False
         while (blocks := batch.pool.allocate(needed)) is None:
             if len(batch.running) == 1:
                 self._end_for_lack_of_room(request, now)
@@ -235,7 +255,9 @@ class StepBuilder:
         self._headroom = None
         if Work.PROMPTS in kind and len(planned) < len(batch.running):
             for request in tuple(batch.running):
-                if request.status is Status.RUNNING and request.request_id not in planned and not _decodes(request):
+                if request.status is not Status.RUNNING or request.request_id in planned or _decodes(request):
+                    continue
+                if request.remaining:  # none: the step in flight ends it
                     self._continue_prompt(request, now, least if not planned else 0)
         if Work.JOINING not in kind:
             return
@@ -259,7 +281,9 @@ class StepBuilder:
             return False
         try:
             match = None
-            while len(batch.running) >= self._max_running or not self._fits(request, match := self._match(request)):
+            while len(batch.running) - self._ending >= self._max_running or not self._fits(
+                request, match := self._match(request)
+            ):
                 if not self._displace(request, now):
                     return False
                 if batch.line.peek(now) is not request:
@@ -276,6 +300,9 @@ class StepBuilder:
         batch = self._batch
         victim = batch.line.displaces(request, batch.running, now) if batch.running else None
         if victim is None:
+            return False
+        if self._ahead:
+            self.next_waits = "displacing"
             return False
         if victim.request_id in self._preempted:
             batch.line.give_up(f"it displaced {victim.request_id!r} twice in one step", now)

@@ -101,6 +101,7 @@ class Matrix:
             max_running={"alone": 1, "together": 4 * len(order), "tight": SMALL_BATCH}[way.room],
             threads=way.threads,
             process=way.process,
+            ahead=way.ahead,
         )
         return [(index, answer) for (index, _), answer in zip(played, outcome.answers, strict=True)], outcome
 
@@ -158,6 +159,7 @@ class Matrix:
             "preemptions": (way.room == "tight", sum(answer.preempted for answer in answers)),
             "answers gone on with": (way.restart, sum(answer.resumed for answer in answers)),
             "tokens made of text": (way.text, sum(answer.tokenized for answer in answers)),
+            "steps planned ahead": (way.ahead and not way.proposer, outcome.ahead),
             "steps elsewhere": (way.process, outcome.steps if outcome.worker_pid != os.getpid() else 0),
         }
         return {what: count for what, (wanted, count) in counts.items() if wanted} | self._kind_counts(kind, own)

@@ -39,5 +39,7 @@ class SelfTest:
         ways["engine restart"] = Way(restart=True)
         if text:
             ways["prompts as text"] = Way(text=True)
+        ways["planned ahead"] = Way(ahead=True)
+        ways["planned ahead, little room"] = Way(16 * chunked, cached, room="tight", ahead=True)
         ways["all at once"] = Way(16 * chunked, cached, Oracle.info.name, "tight", restart=True, text=text)
         return ways

@@ -7,6 +7,7 @@ plugins, and all that the worker knows, are then made anew, and open requests go
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -78,6 +79,10 @@ class Outcome:
     largest_batch: int = 0
     preempted: int = 0
     deaths: int = 0
+    ahead: int = 0
+    """Steps planned before the one before them had run."""
+    discarded: int = 0
+    """Tokens that those ran in vain."""
     worker_pid: int = 0
     """Of the process that ran the steps."""
     counters: dict[str, float] = field(default_factory=dict)
@@ -154,10 +159,12 @@ class Stand:
         settings: dict[str, Any] | None = None,
         changes: Mapping[int, Mapping[str, bool]] | None = None,
         process: bool = False,
+        ahead: bool = False,
     ) -> Outcome:
         """on, off: engine plugins that are switched for this run; `plugins` are known to it besides those installed, in the engine only.
         chunk: prompt tokens a step, fixed. threads: None: as many as there are cores. changes: live switches by the number of steps
-        before them. process: in the worker process. Raises StandError, RuntimeError."""
+        before them. process: in the worker process. ahead: each step is planned before the one before it has run, where that can be done; a
+        change waits until none is planned. Raises StandError, RuntimeError."""
         given = dict(self.config.plugins) | (settings or {})
         if chunk is not None:
             given["chunked_prefill"] = {"mode": "fixed", "chunk_size": chunk}
@@ -167,7 +174,7 @@ class Stand:
         worker = self._process if process else self._thread
         worker.begin(blocks, threads)
         enabled = (*(name for name in self.enable if name not in off), *on)
-        run = _Run(self, config, worker, enabled, (*self.disable, *off), plugins)
+        run = _Run(self, config, worker, enabled, (*self.disable, *off), plugins, ahead=ahead)
         try:
             return run.play(asks, changes or {})
         finally:
@@ -221,7 +228,12 @@ class _Run:
         enable: tuple[str, ...],
         disable: tuple[str, ...],
         plugins: tuple[type[Plugin], ...],
+        *,
+        ahead: bool,
     ) -> None:
+        self._ahead = ahead
+        self._planned: deque[tuple[StepPlan, StepInput]] = deque()
+        """Steps that have not run yet, at most two."""
         self._stand, self._config, self._worker = stand, config, worker
         self._enable, self._disable, self._plugins = enable, disable, plugins
         self._strangers = frozenset(plugin.info.name for plugin in plugins)
@@ -244,6 +256,8 @@ class _Run:
         waiting = list(enumerate(asks))
         while waiting or len(self._journal):
             if outcome.steps in changes:
+                while self._planned:
+                    self._run_step()
                 self._switches = self._engine.switch(changes[outcome.steps])
             ended = not len(self._journal) and all(ask.afterwards for _, ask in waiting)
             for index, ask in [one for one in waiting if ended or one[1].arrived(outcome.steps)]:
@@ -278,22 +292,32 @@ class _Run:
 
     def _step(self) -> None:
         scheduler = self._engine.scheduler
-        planned = scheduler.schedule(time.time())
-        if planned is None:
-            output = scheduler.flush(time.time())
-            if output is None and scheduler.has_work():
-                raise StandError("there is work, but an empty plan")
-        else:
-            plan, order = planned
-            self._count(plan)
-            result = self._worker.execute(_known(order, self._strangers))
-            if self._fatal():
-                self._die()
-                return
-            self._count_drafts(order, result)
-            output = scheduler.update(plan, result, time.time(), 0.01)
-        if output is not None:
+        if not self._planned and (planned := scheduler.schedule(time.time())) is not None:
+            self._take_up(*planned)
+        if self._ahead and len(self._planned) == 1 and (planned := scheduler.schedule_ahead(time.time())) is not None:
+            self._take_up(*planned)
+        if self._planned:
+            self._run_step()
+        elif (output := scheduler.flush(time.time())) is not None:
             self._emit(output)
+        elif scheduler.has_work():
+            raise StandError("there is work, but an empty plan")
+
+    def _take_up(self, plan: StepPlan, order: StepInput) -> None:
+        self._planned.append((plan, order))
+        self._count(plan)
+        self._outcome.ahead += order.ahead
+
+    def _run_step(self) -> None:
+        plan, order = self._planned.popleft()
+        result = self._worker.execute(_known(order, self._strangers))
+        if self._fatal():
+            self._die()
+            return
+        self._count_drafts(order, result)
+        output = self._engine.scheduler.update(plan, result, time.time(), 0.01)
+        self._outcome.discarded += output.report.ahead_discarded if output.report else 0
+        self._emit(output)
 
     def _fatal(self) -> bool:
         return any(
@@ -303,8 +327,9 @@ class _Run:
         )
 
     def _die(self) -> None:
-        """The step's result is lost; what was emitted before is not."""
+        """The step's result is lost, and what was planned behind it; what was emitted before is not."""
         self._outcome.deaths += 1
+        self._planned.clear()
         self._engine, _ = self._start()
         self._worker.die(self._config.cache.num_blocks or 0)
         for entry in self._journal:
@@ -355,8 +380,9 @@ class _Run:
             self._answers[request_id].preempted += 1
         for request_id, count in plan.num_tokens.items():
             request, answer = requests[request_id], self._answers[request_id]
-            outcome.chunks += count > 1 or request.computed + count < len(request.tokens)
-            answer.chunks += request.computed < request.num_prompt and not answer.tokens
+            computed = self._engine.scheduler.starts(request)
+            outcome.chunks += count > 1 or computed + count < len(request.tokens)
+            answer.chunks += computed < request.num_prompt and not answer.tokens
             answer.mates = max(answer.mates, len(plan.num_tokens) - 1)
             entry = self._journal.get(request_id)
             if entry is not None and entry.cached_tokens is None:

@@ -28,6 +28,8 @@ class Way:
     """Prompts come as text."""
     process: bool = False
     """The worker is a process of its own."""
+    ahead: bool = False
+    """A step is planned before the one before it has run."""
     threads: int = 2
 
     @property
@@ -35,6 +37,7 @@ class Way:
         parts = [f"chunks of {self.chunk}" if self.chunk else "", "prefix cache" if self.cache else "", self.proposer]
         parts += [{"alone": "one by one", "together": "batch mates", "tight": "preemption"}[self.room]]
         parts += ["restart" if self.restart else "", "text" if self.text else "", "worker process" if self.process else ""]
+        parts += ["planned ahead" if self.ahead else ""]
         return ", ".join([part for part in parts if part] + [f"{self.threads} thread{'s' * (self.threads > 1)}"])
 
 
@@ -72,6 +75,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "restart": (False, True),
     "text": (False, True),
     "process": (False, True),
+    "ahead": (False, True),
 }
 """Fields of `Way`, and what they may be; the size of a chunk and the number of threads take turns."""
 CHUNKS = (7, 16, 1)

@@ -31,10 +31,15 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Measured while loading: what this machine reads from memory (kernels/torch_ops/limits.py)."""
     flops_per_second: float = 0.0
     """Measured while loading: what its plain matrix product reaches in the model's dtype."""
+    ahead: bool = False
+    """The engine had better send a step while the one before it computes: waiting for an order costs this worker something."""
 
 
 class Worker(ABC):
-    """Owns the model, the K/V tensors and every request's sampling state. One call at a time; messages apply in order.
+    """Owns the model, the K/V tensors and every request's sampling state. Messages apply in order.
+
+    One call at a time, but for `execute`: a second order may come while the first one computes (it says so: `StepInput.ahead`), waits
+    until that one is done, and then runs. If the first one failed, nothing of the second is run; `turns.py` sees to that.
 
     Raises WorkerError when a step fails as a whole (the engine then fails the requests in it and goes on when it can), ModelError
     from `load`. A worker process that dies makes `execute` raise EngineDiedError: the engine exits and is restarted.
@@ -50,7 +55,7 @@ class Worker(ABC):
 
     @abstractmethod
     async def execute(self, order: StepInput) -> StepResult:
-        """Run one step. The event loop stays free while it computes."""
+        """Run one step, after all that were ordered before. The event loop stays free while it computes."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -25,6 +25,10 @@ class Lane:
     async def call(self, work: Callable[[], T]) -> T:
         """Run `work` after all earlier calls; returns or raises what it does. A cancelled caller leaves a started call running.
         RuntimeError after `close`."""
+        return await asyncio.wrap_future(self.submit(work))
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """The same for whoever waits otherwise, on another thread."""
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
         if self._thread is None:
@@ -32,7 +36,7 @@ class Lane:
             self._thread.start()
         future: Future[T] = Future()
         self._queue.put((future, work))
-        return await asyncio.wrap_future(future)
+        return future
 
     async def close(self, last: Callable[[], Any] | None = None) -> None:
         """Run `last` after all earlier calls, then end the thread. Safe to call twice; waits only the first time."""

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
@@ -28,6 +29,9 @@ A = TypeVar("A", wire.Loaded, wire.Done, wire.Executed)
 class ProcessWorker(Worker):
     """command: what starts the child; "--fd N" is added.
 
+    A call is sent at once, also while the child is busy with another one, which it answers first: so it never waits for an order that is
+    there already. One thread sends, one receives.
+
     A child that ends on its own makes the call in flight and all later ones raise EngineDiedError.
     """
 
@@ -35,7 +39,8 @@ class ProcessWorker(Worker):
         self._config = config
         self._features = features
         self._command = tuple(command)
-        self._lane = Lane("tokenbus-worker-link")
+        self._lane = Lane("tokenbus-worker-answers")
+        self._outgoing = Lane("tokenbus-worker-calls")
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._closed = False
@@ -57,14 +62,16 @@ class ProcessWorker(Worker):
 
     async def close(self) -> None:
         self._closed = True
+        await self._outgoing.close()
         await self._lane.close(self._stop)
 
     async def _call(self, call: wire.Call, expected: type[A]) -> A:
         if self._closed:
             raise WorkerError("the worker is closed")
-        return await self._lane.call(lambda: self._ask(call, expected))
+        sent = self._outgoing.submit(lambda: self._post(call))
+        return await self._lane.call(lambda: self._answer(sent, call, expected))
 
-    # ---- on the lane's thread ---------------------------------------------------------------------------------------------------
+    # ---- on the lanes' threads --------------------------------------------------------------------------------------------------
 
     def _start(self, call: wire.Load) -> wire.Loaded:
         ours, theirs = socket.socketpair()
@@ -72,14 +79,21 @@ class ProcessWorker(Worker):
             fd = theirs.fileno()
             self._process = subprocess.Popen([*self._command, "--fd", str(fd)], stdin=subprocess.DEVNULL, pass_fds=(fd,))
         self._sock = ours
-        return self._ask(call, wire.Loaded)
+        return self._answer(self._outgoing.submit(lambda: self._post(call)), call, wire.Loaded)
 
-    def _ask(self, call: wire.Call, expected: type[A]) -> A:
+    def _link(self) -> socket.socket:
         if self._sock is None:
             raise WorkerError("the worker is not loaded")
+        return self._sock
+
+    def _post(self, call: wire.Call) -> None:
+        wire.send(self._link(), call)
+
+    def _answer(self, sent: Future[None], call: wire.Call, expected: type[A]) -> A:
+        """Receive the answer to a call, once all before it were answered."""
         try:
-            wire.send(self._sock, call)
-            answer = wire.receive_answer(self._sock)
+            sent.result()
+            answer = wire.receive_answer(self._link())
         except (EOFError, OSError, msgspec.DecodeError) as error:
             raise EngineDiedError(f"the worker process {self._end()}") from error
         if isinstance(answer, wire.Failed):

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -18,9 +17,7 @@ from ..errors import TokenbusError, WorkerError
 from ..logs import configure_logs
 from . import wire
 from .thread import RunnerFactory, make_runner
-
-if TYPE_CHECKING:
-    from .runner import ModelRunner
+from .turns import Turns
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +26,7 @@ class Server:
     def __init__(self, sock: socket.socket, factory: RunnerFactory) -> None:
         self._sock = sock
         self._factory = factory
-        self._runner: ModelRunner | None = None
+        self._turns: Turns | None = None
 
     def serve(self) -> None:
         """Answer calls until `Close` or until the engine is gone."""
@@ -58,18 +55,19 @@ class Server:
                 if version != wire.VERSION:
                     raise WorkerError(f"the engine speaks worker protocol {version}, this worker {wire.VERSION}")
                 configure_logs(config.server.log_format, config.server.log_level)
-                self._runner = self._factory(config, features)
-                return wire.Loaded(self._runner.load())
+                runner = self._factory(config, features)
+                self._turns = Turns(runner)
+                return wire.Loaded(runner.load())
             case wire.Close():
                 return wire.Done()
-        if self._runner is None:
+        if self._turns is None:
             raise WorkerError("the worker is not loaded")
         match call:
             case wire.Allocate(num_blocks=num_blocks):
-                self._runner.allocate(num_blocks)
+                self._turns.runner.allocate(num_blocks)
                 return wire.Done()
             case wire.Execute(order=order):
-                return wire.Executed(self._runner.run(order))
+                return wire.Executed(self._turns.run(order))
 
 
 def end_with_parent(fd: int) -> None:

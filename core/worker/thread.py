@@ -11,6 +11,7 @@ from ..errors import WorkerError
 from ..plan import StepInput, StepResult
 from .base import Worker, WorkerInfo
 from .lane import Lane
+from .turns import Turns
 
 if TYPE_CHECKING:
     from .runner import ModelRunner
@@ -35,30 +36,31 @@ class ThreadWorker(Worker):
         self._features = features
         self._factory = factory
         self._lane = Lane("tokenbus-worker")
-        self._runner: ModelRunner | None = None
+        self._turns: Turns | None = None
 
     async def load(self) -> WorkerInfo:
         return await self._lane.call(self._load)
 
     def _load(self) -> WorkerInfo:
-        self._runner = self._factory(self._config, self._features)
-        return self._runner.load()
+        runner = self._factory(self._config, self._features)
+        self._turns = Turns(runner)
+        return runner.load()
 
     async def allocate(self, num_blocks: int) -> None:
-        runner = self._loaded()
+        runner = self._loaded().runner
         await self._lane.call(lambda: runner.allocate(num_blocks))
 
     async def execute(self, order: StepInput) -> StepResult:
-        runner = self._loaded()
-        return await self._lane.call(lambda: runner.run(order))
+        turns = self._loaded()
+        return await self._lane.call(lambda: turns.run(order))
 
     async def close(self) -> None:
         await self._lane.close(self._free)
 
     def _free(self) -> None:
-        self._runner = None
+        self._turns = None
 
-    def _loaded(self) -> ModelRunner:
-        if self._runner is None:
+    def _loaded(self) -> Turns:
+        if self._turns is None:
             raise WorkerError("the worker is not loaded, or closed")
-        return self._runner
+        return self._turns

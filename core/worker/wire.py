@@ -1,6 +1,6 @@
 """What engine and worker process say to each other, over one Unix socket pair. Blocking: each side has a thread for it.
 
-    frame = uint32 length (big-endian) + msgpack of one tagged struct; strictly one answer to one call, in order
+    frame = uint32 length (big-endian) + msgpack of one tagged struct; one answer to one call, in the order of the calls
 
 Bytes are decoded against these types; nothing is unpickled. The first call is `Load`, which carries the protocol version.
 """

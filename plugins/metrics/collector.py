@@ -31,6 +31,7 @@ PROMPT_BUCKETS = (128, 512, 2048, 8192)
 LATENCY = (0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 STEPS_AT_ONCE = 64
 """Steps that are counted together: one by one each would find its counters out of the processor's caches."""
+GAPS = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 LENGTHS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -100,7 +101,13 @@ class Collector:
         self.total_blocks = self._gauge("kv_blocks_total", "KV blocks in the pool")
         self.kv_usage = self._gauge("kv_usage_ratio", "Share of KV blocks that requests hold")
         self.steps = self._counter("steps", "Engine steps")
-        self.step_seconds = self._histogram("step_seconds", "Wall time of a step, from plan to result", LATENCY)
+        self.step_seconds = self._histogram(
+            "step_seconds", "Wall time of a step, from plan (or the step before) to result", LATENCY
+        )
+        self.step_gap = self._histogram("step_gap_seconds", "Time before a step in which the worker had nothing to do", GAPS)
+        self.ahead = self._counter("steps_planned_ahead", "Steps planned while the one before computed")
+        self.waited = self._counter("steps_that_waited", "Steps planned only after the result of the one before", ("why",))
+        self.discarded = self._counter("ahead_discarded_tokens", "Tokens run in vain in steps planned ahead")
         self.step_requests = self._histogram("step_requests", "Requests in a step", LENGTHS)
         self.step_prompt = self._histogram("step_prompt_tokens", "Prompt tokens in a step", LENGTHS)
         self.step_decode = self._histogram("step_decode_tokens", "Decode tokens in a step", LENGTHS)
@@ -189,6 +196,11 @@ class Collector:
     def _count_step(self, step: StepReport) -> None:
         self.steps.inc()
         self.step_seconds.observe(step.duration)
+        self.step_gap.observe(step.gap)
+        self.ahead.inc(step.ahead)
+        if step.waited:
+            self.waited.labels(step.waited).inc()
+        self.discarded.inc(step.ahead_discarded)
         self.step_requests.observe(step.num_requests)
         self.step_prompt.observe(step.prompt_tokens)
         self.step_decode.observe(step.decode_tokens)

@@ -7,6 +7,7 @@ be written to switches the recorder off; requests don't notice.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -57,9 +58,15 @@ class Recorder(Plugin):
         self._engine: EngineContext | None = None
         self._writer: WriterThread | None = None
         self._listener: Listener | None = None
-        self._plan: StepPlan | None = None
-        self._order: StepInput | None = None
-        self._planned_at = 0.0
+        self._plan: tuple[StepPlan, float] | None = None
+        self._steps: deque[tuple[StepPlan, StepInput, float]] = deque()
+        """Steps without a result, oldest first, and when their plans were published."""
+        self._landed = 0.0
+        """When the last result was there."""
+        self._failed = False
+        """The last step has failed."""
+        self._ends: list[Ended] = []
+        """Of requests that steps in flight still run: they are noted behind those."""
         self._leaving: dict[str, list[int]] = {}
         """Tokens of requests that end, until the output says how."""
 
@@ -75,6 +82,8 @@ class Recorder(Plugin):
     def engine_stopped(self) -> None:
         if self._listener is not None and self._writer is not None:
             self._listener.close()
+            for note in self._ends:
+                self._writer.put(note)
             self._writer.stop()
 
     def _writing(self) -> WriterThread:
@@ -104,7 +113,7 @@ class Recorder(Plugin):
     def step_finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
         if (error := self._writing().error) is not None:
             raise error
-        if self._order is not None:
+        if self._steps:
             self._ran(result, seconds)
 
     def _hear(self, event: StepPlan | StepInput | StepOutput | SetSettings) -> None:
@@ -112,20 +121,36 @@ class Recorder(Plugin):
             case SetSettings():
                 self._writing().put(Configured(self._writing().now(), event.values))
             case StepPlan():
-                self._plan, self._planned_at = event, self._writing().now()
+                self._plan = event, self._writing().now()
             case StepInput():
-                self._order = event
+                if self._plan is not None:
+                    self._steps.append((self._plan[0], event, self._plan[1]))
+                self._plan = None
             case StepOutput():
-                if self._order is not None:  # no step_finished has taken it
-                    self._ran(None, self._writing().now() - self._planned_at)
-                for request_id, finish in event.finished.items():
-                    self._writing().put(Ended(self._writing().now(), request_id, finish, self._leaving.pop(request_id, None)))
+                if self._steps and self._steps[0][0].step_id == event.step_id:  # no step_finished has taken it
+                    self._ran(None, self._writing().now() - max(self._steps[0][2], self._landed))
+                now = self._writing().now()
+                self._ends += [Ended(now, name, end, self._leaving.pop(name, None)) for name, end in event.finished.items()]
+                self._note_ends()
 
     def _ran(self, result: StepResult | None, seconds: float) -> None:
-        plan, order = self._plan, self._order
-        self._plan = self._order = None
-        if plan is not None and order is not None:
-            self._writing().put(Ran(self._planned_at, seconds, plan, order, result))
+        """The oldest step is over; without a result it failed, or was not run because the one before it had."""
+        plan, order, planned_at = self._steps.popleft()
+        if self._failed and order.ahead:
+            plan = msgspec.structs.replace(plan, num_tokens={})
+            order = msgspec.structs.replace(order, num_tokens={}, drafts={})
+        self._failed = result is None
+        began, self._landed = max(planned_at, self._landed), self._writing().now()
+        self._writing().put(Ran(began, seconds, plan, order, result))
+
+    def _note_ends(self) -> None:
+        if not self._ends:
+            return
+        running = set[str]().union(*(plan.num_tokens for plan, _, _ in self._steps))
+        for note in self._ends:
+            if note.request_id not in running:
+                self._writing().put(note)
+        self._ends = [note for note in self._ends if note.request_id in running]
 
 
 def _worker_request(request: Request) -> WorkerRequest:

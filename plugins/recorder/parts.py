@@ -259,6 +259,7 @@ def make_header(engine: EngineContext, settings: RecorderSettings, created: floa
         dtype="" if info is None else info.dtype,
         architecture="" if info is None else info.architecture,
         layers="" if info is None else layers(config),
+        ahead=info is not None and info.ahead,
         lossless=info is None or info.lossless,
         vocab_size=0 if info is None else info.vocab_size,
         max_model_len=engine.pool.num_blocks * engine.pool.block_size if info is None else info.max_model_len,

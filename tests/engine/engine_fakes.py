@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from tokenbus.core.config import Config
 from tokenbus.core.errors import EngineDiedError, ModelError, WorkerError
@@ -40,6 +42,10 @@ class FakeWorker(Worker):
         self.load_error = load_error
         self.orders: list[StepInput] = []
         self.closed = False
+        self.ran: list[StepInput] = []
+        """Orders that were begun."""
+        self._turn = asyncio.Lock()
+        self._failed = False
         self._tokens: dict[str, list[int]] = {}
         self._computed: dict[str, int] = {}
 
@@ -65,9 +71,19 @@ class FakeWorker(Worker):
 
     async def execute(self, order: StepInput) -> StepResult:
         self.orders.append(order)
+        async with self._turn:
+            self.ran.append(order)
+            void, self._failed = self._failed and order.ahead, True
+            if void:
+                order = msgspec.structs.replace(order, num_tokens={}, drafts={})
+            result = await self._take_turn(order)
+            result.void, self._failed = void, False
+            return result
+
+    async def _take_turn(self, order: StepInput) -> StepResult:
         if self.before is not None:
             await self.before(order)
-        for new in order.new:
+        for new in order.new if order.num_tokens else ():
             await self._misbehave(new.tokens[0])
         if self.step_seconds:
             await anyio.sleep(self.step_seconds)

@@ -112,6 +112,7 @@ async def engine(
     scheduler: SchedulerConfig | None = None,
     shutdown: bool = True,
     expect: type[Exception] | None = None,
+    ahead: bool = False,
 ) -> AsyncIterator[Harness]:
     """On the way out: Shutdown, and the engine must have ended by itself; with `expect` it must have raised that instead."""
     config = Config(scheduler=scheduler or SchedulerConfig())
@@ -124,7 +125,7 @@ async def engine(
     info = EngineInfo(
         version=PROTOCOL_VERSION, model="fake", architecture="Fake", dtype="float32", vocab_size=VOCAB,
         max_model_len=num_blocks * block_size, block_size=block_size, num_blocks=num_blocks, weights_bytes=0,
-        kv_bytes_per_token=1, eos_token_ids=(EOS,), lossless=True,
+        kv_bytes_per_token=1, eos_token_ids=(EOS,), lossless=True, ahead=ahead,
     )  # fmt: skip
     outcome: list[Any] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from engine_harness import request
 from hypothesis import given, settings
@@ -94,9 +95,13 @@ class Engine:
     """Two that kill together, from so many new tokens of the first on."""
     chunk: int
     inside: dict[str, AdmittedRequest] = field(default_factory=dict)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    """Of all that ever were inside."""
     known: dict[str, int] = field(default_factory=dict)
     run: dict[str, int] = field(default_factory=dict)
     taken: int = 0
+    flight: StepBegins | None = None
+    """The step that was planned while the last one computed."""
 
     def add(self, request: AdmittedRequest) -> bool:
         """Whether it lives on."""
@@ -104,6 +109,7 @@ class Engine:
             return False
         self.taken += 1
         self.inside[request.request_id] = request
+        self.prompts[request.request_id] = request.prompt
         self.known[request.request_id] = len(request.prompt) + (len(request.resumed.tokens) if request.resumed else 0)
         self.run[request.request_id] = 0
         return True
@@ -113,32 +119,64 @@ class Engine:
         runs = {name: (self.run[name], min(self.known[name], self.run[name] + self.chunk)) for name in self.inside}
         return StepBegins(step_id=step_id, runs=runs, taken=self.taken)
 
-    def dies(self, step: StepBegins) -> bool:
+    def begins_behind(self, step: StepBegins) -> StepBegins:
+        """The step after one that computes; `runs` may be empty."""
+        self.chunk = self.chunk % 40 + 1
+        runs = {}
+        for name, admitted in self.inside.items():
+            first, known = step.runs.get(name, (0, self.run[name]))[1], self.known[name]
+            if name in step.runs and first == known:
+                known += 1
+                if known - len(admitted.prompt) >= self._most(admitted):
+                    continue
+            runs[name] = (first, min(known, first + self.chunk))
+        return StepBegins(step_id=step.step_id + 1, runs=runs, taken=self.taken)
+
+    def dies(self, step: StepBegins, behind: StepBegins | None = None) -> bool:
+        """Whether it does in this step; in the one behind another, when that is given."""
+        known = (
+            self.known
+            if behind is None
+            else {name: n + (behind.runs.get(name, (0, 0))[1] == n) for name, n in self.known.items()}
+        )
+        new = {name: known[name] - len(self.prompts[name]) for name in step.runs}
         return any(
-            last == self.known[name] and self._new(name) == self.poison.get(name, -2) for name, (_, last) in step.runs.items()
-        ) or any({a, b} <= step.runs.keys() and self._new(a) >= at for a, b, at in self.pairs)
+            last == known[name] and new[name] == self.poison.get(name, -2) for name, (_, last) in step.runs.items()
+        ) or any({a, b} <= step.runs.keys() and new[a] >= at for a, b, at in self.pairs)
 
     def _new(self, name: str) -> int:
         return self.known[name] - len(self.inside[name].prompt)
+
+    def _most(self, admitted: AdmittedRequest) -> int:
+        until = admitted.resumed.until if admitted.resumed else None
+        return min(admitted.max_tokens, admitted.max_tokens if until is None else until)
 
     def finish(self, step: StepBegins) -> tuple[dict[str, int], dict[str, Finish]]:
         tokens: dict[str, int] = {}
         ends: dict[str, Finish] = {}
         for name, (_, last) in step.runs.items():
+            if name not in self.inside:
+                continue  # it has ended since
             self.run[name] = last
             if last < self.known[name]:
                 continue
             tokens[name] = 1000 + self._new(name)
             self.known[name] += 1
-            admitted = self.inside[name]
-            until = admitted.resumed.until if admitted.resumed else None
-            if self._new(name) >= min(admitted.max_tokens, admitted.max_tokens if until is None else until):
+            if self._new(name) >= self._most(self.inside[name]):
                 ends[name] = Finish(reason="length")
                 del self.inside[name]
         return tokens, ends
 
 
-@settings(max_examples=200, deadline=None)
+def both(step: StepBegins, behind: StepBegins) -> StepBegins:
+    """What is told of two steps in flight."""
+    runs = dict(step.runs)
+    for name, (first, last) in behind.runs.items():
+        runs[name] = (runs.get(name, (first, last))[0], last)
+    return StepBegins(step_id=behind.step_id, runs=runs, taken=behind.taken, steps=2)
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12),
     poison=st.dictionaries(st.integers(0, 11), st.integers(AT_INTAKE, 11), max_size=4),
@@ -148,6 +186,8 @@ class Engine:
     late=st.dictionaries(st.integers(0, 80), st.tuples(st.integers(1, 30), st.integers(1, 12)), max_size=4),
     batch=st.integers(1, 12),
     cancels=st.dictionaries(st.integers(0, 40), st.integers(0, 11), max_size=4),
+    ahead=st.booleans(),
+    unsent=st.integers(1, 4),
 )
 def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
     lengths: list[tuple[int, int]],
@@ -158,10 +198,13 @@ def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
     late: dict[int, tuple[int, int]],
     batch: int,
     cancels: dict[int, int],
+    ahead: bool,
+    unsent: int,
 ):
     """pairs: which two kill whenever they run together, from when on; outside: steps before which somebody kills the engine, whatever
     it does; late: requests that come at such steps; batch: of those that are there from the beginning, so many are handed over at once;
-    cancels: who is given up by its client, and when."""
+    cancels: who is given up by its client, and when; ahead: each step is planned and told while the one before it computes; unsent: when a
+    step begins to kill, the output of the one before it has not gone out, every so many steps."""
     journal = Journal()
     inbox: list[AdmittedRequest] = []
     alone_and_killed: list[set[str]] = []
@@ -224,9 +267,15 @@ def test_only_poison_ends_all_others_get_every_token_and_restarts_are_bounded(
             end(given_up, finish)
         step = None
         if alive and engine.inside:
-            step = engine.begins(step_id)
-            recovery.step_begins(step)
+            step = engine.flight or engine.begins(step_id)
+            behind = engine.flight = engine.begins_behind(step) if ahead else None
+            step = msgspec.structs.replace(step, steps=1 + ahead)
+            recovery.step_begins(step if behind is None else both(step, behind))
             alive = not engine.dies(step)
+            if alive and behind is not None and step_id % unsent == 0:
+                alive = not engine.dies(behind, step)
+            if behind is not None and not behind.runs:
+                engine.flight = None
         if alive and step_id in outside:
             alive = False
             alone_and_killed.append(set(engine.inside))

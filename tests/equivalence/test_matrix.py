@@ -79,7 +79,7 @@ def test_pairs():
 
 def test_every_way_is_a_combination_of_its_own():
     ways = every_way()
-    assert len({way.name for way in ways}) == len(ways) == 384
+    assert len({way.name for way in ways}) == len(ways) == 768
     for axis, values in AXES.items():
         seen = {bool(getattr(way, axis)) if axis == "chunk" else getattr(way, axis) for way in ways[:48]}
         assert seen == set(values), "a part is a sample of the whole"

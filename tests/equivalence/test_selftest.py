@@ -27,7 +27,7 @@ def test_every_way_fires_and_changes_nothing(tiny_path, kernels, capsys):
     ways = {cell["way"] for cell in report["cells"]}
     assert ways == {
         "batch mates", "chunks of 1", "chunks of 7", "prefix cache", "preemption", "drafts, right and wrong", "engine restart",
-        "prompts as text", "all at once",
+        "prompts as text", "planned ahead", "planned ahead, little room", "all at once",
     }  # fmt: skip
     assert len(report["cells"]) == len(ways) * len(KINDS)
     assert {cell["kind"] for cell in report["cells"]} == set(KINDS)

@@ -101,6 +101,22 @@ def test_a_step(collector):
     assert value(collector, "step_flops_ratio") == pytest.approx(1000 / 0.5 / 4000)
 
 
+def test_steps_planned_ahead_and_why_others_were_not(collector):
+    tell(
+        collector,
+        step(ahead=True, gap=0.0002, ahead_discarded=3),
+        step(step_id=2, ahead=True),
+        step(step_id=3, waited="drafts", gap=0.004),
+        step(step_id=4, num_requests=0),
+    )
+    assert value(collector, "steps_planned_ahead_total") == 2
+    assert value(collector, "steps_that_waited_total", why="drafts") == 1
+    assert value(collector, "ahead_discarded_tokens_total") == 3
+    assert value(collector, "step_gap_seconds_count") == 3
+    assert value(collector, "step_gap_seconds_sum") == pytest.approx(0.0042)
+    assert value(collector, "step_gap_seconds_bucket", le="0.0003") == 2
+
+
 def test_a_request_counts_once_and_by_prompt_length(collector):
     tell(collector, RequestAdmitted("r"), record(), RequestAdmitted("s"))
     assert prompt_bucket(300) == "le_512"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from tokenbus.core import live_settings
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import Config, from_mapping
 from tokenbus.core.contexts import EngineContext
+from tokenbus.core.errors import WorkerError
 from tokenbus.core.host import make_host
 from tokenbus.core.kv.pool import BlockPool
 from tokenbus.core.messages import PROTOCOL_VERSION, EngineInfo, SetSettings, StepOutput
@@ -59,7 +61,10 @@ class Stage:
         model: dict[str, Any] | None = None,
         execute: Callable[[StepInput], StepResult] | None = None,
         info: dict[str, Any] | None = None,
+        ahead: bool = False,
     ) -> None:
+        self.ahead = ahead
+        self.flights: deque[tuple[StepPlan, StepInput]] = deque()
         self.now = 0.0
         self.folder = folder
         monkeypatch.setattr(writer, "clock", lambda: self.now)
@@ -91,7 +96,7 @@ class Stage:
         self.scheduler = Scheduler(
             self.config,
             max_model_len=described["max_model_len"],
-            eos_token_ids=frozenset({EOS}),
+            eos_token_ids=frozenset(described["eos_token_ids"]),
             pool=self.pool,
             host=self.host,
             switches=self.switches,
@@ -133,18 +138,20 @@ class Stage:
         while waiting or scheduler.has_work():
             between(self.steps)
             self._come(waiting, begin, self.now)
-            planned = scheduler.schedule(self.now)
-            if planned is None:
+            if not self._plan():
                 self._publish(scheduler.flush(self.now))
                 if waiting:
                     self.now = max(self.now, begin + waiting[0][0])
                 continue
-            plan, order = planned
+            plan, order = self.flights.popleft()
             self.steps += 1
-            self.bus.publish(plan)
-            self.bus.publish(order)
-            took = seconds([(scheduler.requests[name].computed, n) for name, n in plan.num_tokens.items()])
-            result = self.execute(order)
+            known = [(scheduler.requests[name], n) for name, n in plan.num_tokens.items() if name in scheduler.requests]
+            took = seconds([(request.computed, n) for request, n in known])
+            try:
+                result = self.execute(order)
+            except WorkerError as error:
+                self._publish(scheduler.fail_step(plan, error.to_wire(), self.now))
+                continue
             done = self.now + took
             self._come(waiting, begin, done)
             while cancels and cancels[0][0] <= done - begin:
@@ -154,6 +161,20 @@ class Stage:
             self.bus.publish(result)
             self._publish(output)
         scheduler.check_integrity()
+
+    def _plan(self) -> bool:
+        """Plan as far as can be; whether there is a step to run."""
+        if not self.flights:
+            self._begin(self.scheduler.schedule(self.now))
+        if self.ahead and len(self.flights) == 1:
+            self._begin(self.scheduler.schedule_ahead(self.now))
+        return bool(self.flights)
+
+    def _begin(self, planned: tuple[StepPlan, StepInput] | None) -> None:
+        if planned is not None:
+            self.flights.append(planned)
+            for event in planned:
+                self.bus.publish(event)
 
     def _come(self, waiting: list[tuple[float, str, Ask]], begin: float, until: float) -> None:
         now = self.now

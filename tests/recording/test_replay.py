@@ -12,13 +12,16 @@ import pytest
 from stage import Ask
 
 from tokenbus.core import cli
+from tokenbus.core.errors import WorkerError
 from tokenbus.core.host import make_host
 from tokenbus.core.models.resolve import resolve
+from tokenbus.core.recording import history
 from tokenbus.core.recording.file import RecordingError, RecordingFile, RecordingWriter
-from tokenbus.core.recording.frames import Given, Opened, Ordered
+from tokenbus.core.recording.frames import End, Given, Opened, Ordered, Step
 from tokenbus.core.recording.replay import Replay, check_before, check_loaded, replay_config
 from tokenbus.core.selftest.tiny import make_tiny
 from tokenbus.core.worker.runner import ModelRunner
+from tokenbus.core.worker.turns import Turns
 from tokenbus.plugins.recorder import parts
 
 ON = (
@@ -57,17 +60,18 @@ def runner_for(header, config):
 def played(stage, tiny):
     """`played(...)`: a stage with the tiny model that has recorded, and the files."""
 
-    def play(name="full", late=0, num_blocks=BLOCKS, work=None, **options):
+    def play(name="full", late=0, num_blocks=BLOCKS, work=None, wrap=lambda runner: runner.run, **options):
         model = {"model": str(tiny), "dtype": "float32", "kernels": "torch", "threads": 1}
         options.setdefault("on", (*ON, "recorder"))
         options["settings"] = {"speculative.ngram": {"adaptive": False, "min_match": 1}, **options.pop("settings", {})}
         info = {"architecture": "LlamaForCausalLM", "vocab_size": 256, "max_model_len": 512, "model": resolve(str(tiny)).name}
+        info |= options.pop("info", {})
         one = stage(name, level="full", model=model, num_blocks=num_blocks, block_size=SIZE, info=info, **options)
         config = msgspec.structs.replace(one.config, cache=msgspec.structs.replace(one.config.cache, block_size=SIZE))
         runner = ModelRunner(config, one.switches.names(), make_host("worker", config))
         runner.load()
         runner.allocate(num_blocks)
-        one.execute = runner.run
+        one.execute = wrap(runner)
 
         def switch(step):
             if late and step == late and "recorder" not in one.scheduler.switches.on:
@@ -103,6 +107,52 @@ def test_preempted_requests_too(played):
     one, (path,) = played(num_blocks=14, work=[Ask(0.0, [20 + i] * 9, 60, {"seed": i}) for i in range(8)])
     assert sum(len(plan.preempted) for plan in one.plans) > 2
     assert replay(path).difference is None
+
+
+AHEAD = tuple(name for name in ON if not name.startswith("speculative"))
+
+
+def failing_at(*steps):
+    """A runner's steps, some of which fail as a whole."""
+
+    def make(runner):
+        turns = Turns(runner)
+        run = runner.run
+
+        def fails(order):
+            if order.step_id in steps:
+                run(msgspec.structs.replace(order, num_tokens={}))
+                raise WorkerError("it fails")
+            return run(order)
+
+        runner.run = fails
+        return turns.run
+
+    return make
+
+
+@pytest.mark.parametrize("num_blocks", [BLOCKS, 14])
+def test_steps_that_were_planned_ahead(played, num_blocks):
+    """A token that ends a request leaves a step with tokens in vain: they are run again too. So is what comes after a step that failed."""
+    work = [Ask(0.06 * i, [20 + i % 4] * (9 + i), 20, {"seed": i, "temperature": 1.0}) for i in range(12)]
+    work[4].cancel_at = 0.5
+    one, (path,) = played(
+        on=(*AHEAD, "recorder"), ahead=True, num_blocks=num_blocks, work=work, info={"eos_token_ids": tuple(range(40, 60))},
+        wrap=failing_at(9),
+    )  # fmt: skip
+    frames = list(RecordingFile(path))
+    orders = [frame.order for frame in frames if isinstance(frame, Ordered)]
+    assert sum(order.ahead for order in orders) > 10
+    assert [order.ahead for order in orders if not order.num_tokens] == [True]
+    done = replay(path)
+    assert done.difference is None
+    assert (done.failed, done.steps) == (2, one.steps - 2)
+    ended = {frame.serial: index for index, frame in enumerate(frames) if isinstance(frame, End)}
+    assert len(ended) == len(work)
+    for index, frame in enumerate(frames):
+        if isinstance(frame, Step):
+            assert all(index < ended[serial] for serial in frame.runs[::2])
+    assert history.read([path]).steps[-1].open_after == 0
 
 
 def tampered(path, change):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
+
+import msgspec
 import pytest
 
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import Config, from_mapping
 from tokenbus.core.contexts import EngineContext
-from tokenbus.core.errors import PluginError
+from tokenbus.core.errors import ErrorInfo, PluginError
 from tokenbus.core.host import PluginHost, Switches
 from tokenbus.core.kv.pool import BlockPool
 from tokenbus.core.messages import Finish, StepOutput
 from tokenbus.core.plan import StepInput, StepPlan, StepResult, TokenLogprobs, WorkerRequest
 from tokenbus.core.plugin import Plugin
-from tokenbus.core.request import AdmittedRequest
+from tokenbus.core.request import PENDING, AdmittedRequest
 from tokenbus.core.scheduling.scheduler import Scheduler
 from tokenbus.plugins.chunked_prefill import ChunkedPrefill
 from tokenbus.plugins.prefix_cache import PrefixCache
@@ -68,12 +71,25 @@ class FakeWorker:
         self.kv = [[-1] * block_size for _ in range(num_blocks)]
         self.known: dict[str, WorkerCopy] = {}
         self.features: tuple[str, ...] | None = None
-        self.fail: dict[str, object] = {}
+        self.fail: dict[str, ErrorInfo] = {}
+        self.broken: dict[str, ErrorInfo] = {}
+        """Requests that failed and are not dropped yet."""
+        self.failed = False
+        """The last step failed as a whole."""
         self.tokens_run = 0
 
     def execute(self, order: StepInput) -> StepResult:
+        void, self.failed = self.failed and order.ahead, False
+        if void:
+            order = msgspec.structs.replace(order, num_tokens={}, drafts={})
+        result = self._execute(order)
+        result.void = void
+        return result
+
+    def _execute(self, order: StepInput) -> StepResult:
         for request_id in order.dropped:
             self.known.pop(request_id, None)
+            self.broken.pop(request_id, None)
         if order.features is not None:
             self.features = order.features
         for new in order.new:
@@ -81,12 +97,14 @@ class FakeWorker:
             self.known[new.request_id] = WorkerCopy(new)
         for request_id, blocks in order.new_blocks.items():
             self.known[request_id].blocks.extend(blocks)
+        if not order.num_tokens:
+            return StepResult(step_id=order.step_id, sampled={})
         assert set(order.num_tokens) >= {new.request_id for new in order.new} | set(order.new_blocks)
         result = StepResult(step_id=order.step_id, sampled={})
         assert set(order.num_tokens) >= set(order.drafts)
         for request_id, num_tokens in order.num_tokens.items():
-            if (error := self.fail.pop(request_id, None)) is not None:
-                result.errors[request_id] = error
+            if (error := self.fail.pop(request_id, None) or self.broken.get(request_id)) is not None:
+                result.errors[request_id] = self.broken[request_id] = error
                 continue
             self._run(request_id, num_tokens, order.drafts.get(request_id, []), result)
         return result
@@ -158,7 +176,14 @@ class Harness:
         token_budget: int = 64,
         max_running: int = 8,
         step_seconds: float = 0.01,
+        ahead: bool = False,
     ) -> None:
+        """ahead: each step is planned before the one before it runs, where that can be done."""
+        self.ahead = ahead
+        self.flights: deque[tuple[StepPlan, StepInput]] = deque()
+        self.waits: Counter[str] = Counter()
+        """Why steps were not planned ahead."""
+        self.planned_ahead = self.discarded = 0
         self.now = 1000.0
         self.step_seconds = step_seconds
         self.host = PluginHost("engine", settings or {})
@@ -207,6 +232,7 @@ class Harness:
 
     def switch(self, **changes: bool) -> list[str]:
         """`switch(prefix_cache=False)`; a dot in the name is written as two underscores."""
+        self.land()
         named = {name.replace("__", "."): wish for name, wish in changes.items()}
         self.switches = self.host.change_switches(self.switches, named)
         self._start(self.switches)
@@ -223,6 +249,10 @@ class Harness:
         if output is None:
             return
         self.outputs.append(output)
+        if (report := output.report) is not None:
+            self.planned_ahead += report.ahead
+            self.discarded += report.ahead_discarded
+            self.waits.update([report.waited] if report.waited else [])
         for request_id, tokens in output.tokens.items():
             assert tokens
             assert request_id not in self.finished, f"{request_id} got tokens after its end"
@@ -236,22 +266,52 @@ class Harness:
 
     def step(self, seconds: float | None = None) -> StepPlan | None:
         seconds = self.step_seconds if seconds is None else seconds
-        planned = self.scheduler.schedule(self.now)
-        if planned is None:
+        if not self.plan():
             self.take(self.scheduler.flush(self.now))
             return None
-        plan, order = planned
-        assert plan.num_tokens
-        assert order.num_tokens == plan.num_tokens
-        assert plan.free_blocks == self.pool.num_available
-        self.plans.append(plan)
-        self.inputs.append(order)
-        self.check()
+        plan, order = self.flights.popleft()
         result = self.worker.execute(order)
         self.now += seconds
         self.take(self.scheduler.update(plan, result, self.now, seconds))
         self.check()
         return plan
+
+    def plan(self) -> bool:
+        """Plan as far as can be: one step, and with `ahead` another one. Whether there is one to run."""
+        if not self.flights:
+            self._planned(self.scheduler.schedule(self.now))
+        if self.ahead and len(self.flights) == 1:
+            self._planned(self.scheduler.schedule_ahead(self.now))
+        return bool(self.flights)
+
+    def _planned(self, planned: tuple[StepPlan, StepInput] | None) -> None:
+        self.check()
+        if planned is None:
+            return
+        plan, order = planned
+        assert plan.num_tokens
+        assert order.num_tokens == plan.num_tokens
+        assert order.ahead == bool(self.flights)
+        assert not (order.ahead and (plan.preempted or order.drafts))
+        assert plan.free_blocks == self.pool.num_available
+        assert all(PENDING not in new.tokens for new in order.new)
+        self.plans.append(plan)
+        self.inputs.append(order)
+        self.flights.append(planned)
+
+    def land(self) -> None:
+        """Run what is in flight; plan nothing more."""
+        ahead, self.ahead = self.ahead, False
+        while self.flights:
+            self.step()
+        self.ahead = ahead
+
+    def fail_step(self, error: ErrorInfo) -> None:
+        """The step that computes fails as a whole: with it, the worker has taken over nothing but its requests."""
+        plan, order = self.flights.popleft()
+        self.worker.execute(msgspec.structs.replace(order, num_tokens={}, drafts={}))
+        self.worker.failed = True
+        self.take(self.scheduler.fail_step(plan, error, self.now))
 
     def check(self) -> None:
         self.scheduler.check_integrity()

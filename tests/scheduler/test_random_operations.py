@@ -97,9 +97,9 @@ class Script:
 
     def cancel_while_it_computes(self, number: int) -> None:
         h = self.h
-        if (planned := h.scheduler.schedule(h.now)) is None:
+        if not h.plan():
             return
-        plan, order = planned
+        plan, order = h.flights.popleft()
         result = h.worker.execute(order)
         h.scheduler.cancel(self.name(number), "cancelled", h.now)
         h.take(h.scheduler.update(plan, result, h.now, 0.01))
@@ -114,8 +114,9 @@ class Script:
 
     def fail_step(self) -> None:
         h = self.h
-        if (planned := h.scheduler.schedule(h.now)) is not None:
-            h.take(h.scheduler.fail_step(planned[0], ErrorInfo(kind="WorkerError", message="x"), h.now))
+        if h.plan():
+            COVERED["failed with another behind"] += len(h.flights) > 1
+            h.fail_step(ErrorInfo(kind="WorkerError", message="x"))
 
     def run(self, operation: tuple) -> None:
         kind, *arguments = operation
@@ -128,6 +129,9 @@ class Script:
         COVERED["preempted"] += sum(len(plan.preempted) for plan in h.plans)
         COVERED["hit tokens"] += sum(finish.cached_tokens for finish in h.finished.values())
         COVERED["evicted"] += h.evicted
+        COVERED["ahead"] += h.planned_ahead
+        COVERED["run in vain"] += h.discarded
+        COVERED.update({f"waited: {why}": count for why, count in h.waits.items()})
         COVERED.update(finish.reason for finish in h.finished.values())
         longest = h.pool.num_blocks * h.pool.block_size
         for name, finish in h.finished.items():
@@ -141,7 +145,7 @@ class Script:
                 assert finish.reason in {"cancelled", "stop"}
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     shape=st.sampled_from(SHAPES),
     budget=st.sampled_from([64, 16, 4]),
@@ -150,13 +154,14 @@ class Script:
     chunk=st.sampled_from([None, 8, 3, 1]),
     seed=st.integers(0, 1 << 32),
     count=st.integers(20, 60),
+    ahead=st.booleans(),
 )
-def check_random_operations(harness, shape, budget, max_running, on, chunk, seed, count) -> None:
+def check_random_operations(harness, shape, budget, max_running, on, chunk, seed, count, ahead) -> None:
     operations = random_operations(random.Random(seed), count, shape[0] * shape[1])
     chunked = {"mode": "adaptive"} if chunk is None else {"mode": "fixed", "chunk_size": chunk}
     h = harness(
         num_blocks=shape[0], block_size=shape[1], token_budget=budget, max_running=max_running, on=tuple(on), plugins=(Sometimes,),
-        settings={"chunked_prefill": chunked, "scheduling.priority": {"age_seconds": 0.1}},
+        settings={"chunked_prefill": chunked, "scheduling.priority": {"age_seconds": 0.1}}, ahead=ahead,
     )  # fmt: skip
     script = Script(h)
     for operation in operations:
@@ -177,4 +182,7 @@ def test_random_operations(harness) -> None:
     COVERED.clear()
     check_random_operations(harness)
     assert COVERED["length"] > 500
+    assert COVERED["ahead"] > 1000
+    assert min(COVERED[name] for name in ("run in vain", "failed with another behind")) > 10, COVERED
+    assert min(COVERED[f"waited: {why}"] for why in ("blocks", "displacing", "policy", "switches", "failed")) > 5, COVERED
     assert min(COVERED[name] for name in ("preempted", "hit tokens", "evicted", "cancelled", "stop", "error")) > 10, COVERED

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tokenbus.core.bus import Bus
 from tokenbus.core.engine import watch
 from tokenbus.core.engine.watch import MOST_STEPS, StepWatch
+from tokenbus.core.errors import ErrorInfo
 from tokenbus.core.kv.pool import BlockPool
 from tokenbus.core.plan import StepPlan, StepResult
 from tokenbus.core.plugin import Plugin, PluginInfo, hookimpl
@@ -34,15 +37,22 @@ class Watched:
 
     def step(self) -> bool:
         h = self.h
-        planned = h.scheduler.schedule(h.now)
-        if planned is None:
+        if not h.flights:
+            self._begin(h.scheduler.schedule(h.now))
+        if h.ahead and len(h.flights) == 1:
+            self._begin(h.scheduler.schedule_ahead(h.now))
+        if not h.flights:
             return False
-        plan, order = planned
-        self.bus.publish(plan)
+        plan, order = h.flights.popleft()
         result = h.worker.execute(order)
         h.take(h.scheduler.update(plan, result, h.now, 0.01))
         self.bus.publish(result)
         return True
+
+    def _begin(self, planned) -> None:
+        if planned is not None:
+            self.h.flights.append(planned)
+            self.bus.publish(planned[0])
 
     def run(self) -> None:
         while self.step():
@@ -83,6 +93,43 @@ def test_prompt_chunks_and_decodes_are_told_apart(harness):
     assert [step.step_id for step in reply.steps] == [first, first + 1, first + 2, first + 3, first + 4]
     assert (reply.open, reply.running, reply.waiting, reply.lost) == (0, 0, 0, 0)
     assert w.watch.look().steps == [], "each step is shown once"
+
+
+def test_steps_planned_ahead_are_shown_as_what_they_run(harness):
+    w = Watched(harness, on=("chunked_prefill",), settings={"chunked_prefill": {"mode": "fixed", "chunk_size": 8}}, ahead=True)
+    w.watch.look()
+    w.h.add("a", 5, max_tokens=4)
+    w.h.add("b", 12, max_tokens=3)
+    w.run()
+    reply = w.watch.look()
+    assert named(reply) == [
+        ({"a": 5, "b": 3}, [], {}),
+        ({"b": 8}, ["a"], {}),
+        ({"b": 1}, None, {}),
+        ({}, ["a", "b"], {}),
+        ({}, ["b"], {}),
+    ]
+    assert [step.sampled for step in reply.steps] == [1, 1, 2, 2, 1]
+    assert w.h.planned_ahead == 4
+    for before, after in itertools.pairwise(reply.steps):
+        assert after.started >= before.started + before.duration - 0.001, "steps follow each other"
+
+
+def test_a_step_that_was_not_run_is_not_shown(harness):
+    w = Watched(harness, ahead=True)
+    w.watch.look()
+    w.h.add("a", 5, max_tokens=9)
+    w.step()
+    plan, order = w.h.flights.popleft()
+    w.h.flights.append(w.h.scheduler.schedule_ahead(w.h.now))
+    w.bus.publish(w.h.flights[0][0])
+    w.h.flights.appendleft((plan, order))
+    w.h.fail_step(ErrorInfo(kind="WorkerError", message="x"))
+    w.h.add("b", 5, max_tokens=2)
+    w.run()
+    steps = w.watch.look().steps
+    assert [step.sampled for step in steps] == [1, 1, 1]
+    assert len({step.step_id for step in steps} & {plan.step_id, plan.step_id + 1}) == 0
 
 
 def test_drafts_with_what_was_accepted(harness, monkeypatch):
