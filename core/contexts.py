@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .config import Config, LimitsConfig
     from .host import Switches
     from .kv.pool import BlockPool
+    from .media import MediaItem
     from .messages import EngineInfo
 
 
@@ -88,6 +89,8 @@ class AdmissionContext:
     """All claimed fields that ask for something, other plugins' too: as handed on by the plugins asked so far, the rest as sent."""
     endpoint: str = ""
     """chat, completion or generate."""
+    media: Sequence[MediaItem] = ()
+    """Pictures and sounds in the prompt, in order."""
     vocabulary: Callable[[], Vocabulary] = _no_vocabulary
     """Made when first called, which takes some 0.1 s: for `prepare_fields` only."""
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from .contexts import Implied, PrefixMatch, Route
+from .media import MediaItem, PreparedMedia
 from .models.linears import Linears, Refusal
 from .plan import TokenLogprobs
 from .plugin import PluginInfo
@@ -78,6 +79,23 @@ def _implied_fields(answer: Any, _arguments: Mapping[str, Any], _info: PluginInf
         return "names of fields and plugins must be texts"
     problems = ((name, plain_data_problem(value)) for name, value in answer.fields.items())
     return next((f"implied a value for {name!r} that {problem}" for name, problem in problems if problem), None)
+
+
+def _prepare_media(answer: Any, arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
+    parts = arguments["parts"]
+    if not isinstance(answer, (list, tuple)) or not all(isinstance(one, PreparedMedia) for one in answer):
+        return f"answered a {type(answer).__name__}, not a list of PreparedMedia"
+    if len(answer) != len(parts):
+        return f"prepared {len(answer)} of {len(parts)} parts"
+    for one, part in zip(answer, parts, strict=True):
+        if not isinstance(one.item, MediaItem) or one.item.kind != part.kind:
+            return f"made no {part.kind} of {part.where}"
+        if not (is_int(one.rows) and one.rows > 0 and one.placeholder and one.text.count(one.placeholder) == one.rows):
+            return f"the text for {part.where} does not hold its placeholder {one.rows!r:.20} times"
+        if not one.marker:
+            return f"gave no marker for {part.where}"
+        _encoder.encode(one.item)
+    return None
 
 
 def _text_filter(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
@@ -247,6 +265,7 @@ CHECKS: dict[str, Check] = {
     "implied_fields": _implied_fields,
     "check_fields": _check_fields,
     "prepare_fields": _check_fields,
+    "prepare_media": _prepare_media,
     "text_filter": _text_filter,
     "scheduling_policy": _scheduling_policy,
     "stop_rule": _stop_rule,

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         WorkerContext,
     )
     from .kv.pool import BlockPool
+    from .media import MediaPart, PreparedMedia
     from .models.linears import Linears, ModelToLoad, Refusal
     from .models.sizing import ModelSize
     from .output import OutputParser
@@ -144,6 +145,18 @@ def prepare_fields(fields: dict[str, Any], request: AdmissionContext) -> dict[st
     whatever it is given: nobody can stop a thread, so work that has no bound belongs into a process that the plugin kills. Raise
     `FieldError` when a field is wrong, `OverloadedError` or `UnavailableError` when the client should come again. Returns what
     `check_fields` returns. Switches that change meanwhile leave the request what it was admitted with; none of its plugins is stopped.
+    """
+    ...
+
+
+@hookspec(firstresult=True)
+def prepare_media(parts: Sequence[MediaPart]) -> Sequence[PreparedMedia] | None:
+    """Front, per request, may block. Once per API request whose messages hold pictures or sounds, before its prompt is made: fetch, decode
+    and process all of its `parts`, in order. One answer for each. Only plugins that claim the field "media" are asked; it is no field
+    that clients can send, but what such a request uses.
+
+    Called on a pool thread like `prepare_fields`, under the same rules, and raises the same. Errors name `part.where`. What is given
+    back is kept as long as the request is open, and travels to engine and worker as `AdmittedRequest.media`.
     """
     ...
 

@@ -45,7 +45,7 @@ HOOK_NAMES: tuple[str, ...] = tuple(
 ALL_ITS_REQUESTS = frozenset({"request_added", "match_prefix", "limit_chunk", "blocks_filled", "request_removed"})
 """Per-request hooks that are called whether or not the request uses a claimed field."""
 
-MAY_BLOCK = frozenset({"prepare_fields"})
+MAY_BLOCK = frozenset({"prepare_fields", "prepare_media"})
 """Hooks that are called on a pool thread; they may also say that the client should come again."""
 
 KERNEL_SLOTS = ("attention", "quantization")

@@ -16,7 +16,7 @@ from .host import Switches
 from .plan import Kernels, StepPlan, TokenLogprobs
 from .request import AdmittedRequest
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 # ---- front -> engine ------------------------------------------------------------------------------------------------------------

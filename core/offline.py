@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -24,6 +25,7 @@ from .front.admission import ParsedRequest, Prompt, new_id
 from .front.chat import ChatOptions
 from .front.client import EngineClient
 from .front.generation import Choice, Delta
+from .front.media import own_prompt
 from .front.service import Service, load_text_parts
 from .front.startup import check_pool
 from .front.values import check_depth
@@ -36,7 +38,8 @@ from .settings_cli import sections
 
 CORE_PARAMS = frozenset({"n", "max_tokens", "temperature", "seed", "timeout", "features", "extra", "skip_special_tokens"})
 
-PromptLike = str | Sequence[int]
+PromptLike = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or {"prompt": text with the model's marker for each of them, "images": [...], "audio": [...]}."""
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -139,7 +142,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text, or token ids); outputs in the order of the prompts.
+        """Continue each prompt (see `PromptLike`); outputs in the order of the prompts.
 
         One SamplingParams for all, or one for each. Raises the RequestError of the first prompt that is refused, the error of the
         first that fails; the others are cancelled.
@@ -158,13 +161,20 @@ class LLM:
         use_tqdm: bool = False,
         **options: Any,
     ) -> RequestOutput:
-        """Answer a conversation, through the model's chat template. options: fields of `front.chat.ChatOptions`."""
-        return self._run_all([(self.chat_ids(messages, **options), params or SamplingParams())], use_tqdm)[0]
+        """Answer a conversation, through the model's chat template. options: fields of `front.chat.ChatOptions`.
+
+        Contents may have the parts of the HTTP API, and {"type": "image", "image": ...} (a PIL image, an array [height, width, 3] of uint8,
+        a path, or a file's bytes) and {"type": "audio", "audio": ...} (a path, a file's bytes, or (samples, sampling rate))."""
+        return self._run_all([(self._chat_prompt(messages, options), params or SamplingParams())], use_tqdm)[0]
 
     def chat_ids(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Prompt ids of a conversation."""
-        prompt = self._portal.call(self._service.encode_chat, messages, ChatOptions(**options))
-        return prompt.token_ids
+        return self._chat_prompt(messages, options).token_ids
+
+    def _chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Prompt:
+        encode = partial(self._service.encode_chat, messages, ChatOptions(**options), own=True)
+        made = self._portal.call(encode)
+        return Prompt(made.token_ids, media=made.media)
 
     def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of one answer's text as they come. Leaving the iteration cancels the request."""
@@ -190,7 +200,7 @@ class LLM:
         async with send:
             await self._one(prompt, params, show)
 
-    def _run_all(self, work: list[tuple[PromptLike, SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
+    def _run_all(self, work: list[tuple[PromptLike | Prompt, SamplingParams]], use_tqdm: bool) -> list[RequestOutput]:
         from tqdm import tqdm
 
         bar = tqdm(total=len(work), desc="prompts", disable=not use_tqdm, dynamic_ncols=True)
@@ -211,7 +221,7 @@ class LLM:
                 future.cancel()
                 raise
 
-    async def _gather(self, work: list[tuple[PromptLike, SamplingParams]], done: Any) -> list[RequestOutput]:
+    async def _gather(self, work: list[tuple[PromptLike | Prompt, SamplingParams]], done: Any) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = [None] * len(work)
         failures: list[TokenbusError] = []
 
@@ -240,12 +250,18 @@ class LLM:
             for _ in range(permits):
                 self._limit.release()
 
-    async def _one(self, prompt: PromptLike, params: SamplingParams, show: Any = None) -> RequestOutput:
-        arrival, before = time.time(), time.perf_counter()
+    async def _prompt(self, prompt: PromptLike | Prompt) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
         if isinstance(prompt, str):
-            parsed_prompt = Prompt(await self._service.encode_text(prompt, add_special_tokens=True), prompt)
-        else:
-            parsed_prompt = Prompt(_ids(prompt))
+            return Prompt(await self._service.encode_text(prompt, add_special_tokens=True), prompt)
+        if isinstance(prompt, Mapping):
+            return await self._service.encode_with_media(*own_prompt(prompt))
+        return Prompt(_ids(prompt))
+
+    async def _one(self, prompt: PromptLike | Prompt, params: SamplingParams, show: Any = None) -> RequestOutput:
+        arrival, before = time.time(), time.perf_counter()
+        parsed_prompt = await self._prompt(prompt)
         parsed = ParsedRequest(
             endpoint="generate",
             prompts=[parsed_prompt],
@@ -312,7 +328,10 @@ def _config(model: str, config: Config | Mapping[str, Any] | None, settings: Map
 def _as_prompts(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
     if isinstance(prompts, str):
         return [prompts]
-    listed: list[Any] = list(prompts)
+    given: Any = prompts
+    if isinstance(given, Mapping):
+        return [given]
+    listed: list[Any] = list(given)
     return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
 
 
@@ -334,7 +353,7 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 def _ids(prompt: Any) -> list[int]:
     """FieldError unless the prompt is a sequence of ints."""
     if not isinstance(prompt, Sequence) or any(type(token_id) is not int for token_id in prompt):
-        raise FieldError("prompt", "must be a string or a list of token ids")
+        raise FieldError("prompt", "must be a string, a list of token ids, or a dict with prompt and images or audio")
     return list(prompt)
 
 

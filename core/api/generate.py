@@ -48,8 +48,9 @@ async def chat(call: Call) -> web.StreamResponse:
     check_model(service, body.model)
     check_counts(_n(body), 1, service.config)
     tools = _tools(data, service)
-    prompt = await service.encode_chat(body.messages if body.messages is not None else [], chat_options(body, tools))
-    parsed = _common(call, body, "chat", [Prompt(prompt.token_ids)], arrival)
+    messages = body.messages if body.messages is not None else []
+    prompt = await service.encode_chat(messages, chat_options(body, tools), seconds=body.timeout)
+    parsed = _common(call, body, "chat", [Prompt(prompt.token_ids, media=prompt.media)], arrival)
     parsed.max_tokens, parsed.tools = _chat_max_tokens(body), tools
     parsed.tokenize_seconds, parsed.template_seconds = prompt.tokenize_seconds, prompt.template_seconds
     top = _chat_logprobs(body)

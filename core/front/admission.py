@@ -22,10 +22,12 @@ from ..contexts import AdmissionContext, Vocabulary
 from ..errors import ContextLengthError, FeatureOffError, FieldError, PluginLoadError, UnavailableError
 from ..hook_answers import plain_data_problem
 from ..host import HookTable, Impl, PluginHost, Switches
+from ..media import MediaItem, check_spans
 from ..messages import EngineInfo
 from ..params import asks_for_nothing
 from ..request import AdmittedRequest
 from .features import Decision, Overrides, decide, feature_field, leave_arm
+from .media import FIELD as MEDIA
 from .plugins import Hold
 
 WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier"})
@@ -47,6 +49,8 @@ class Prompt(msgspec.Struct):
     token_ids: list[int]
     text: str | None = None
     """As the client wrote it; None when it sent ids, or messages."""
+    media: tuple[MediaItem, ...] = ()
+    """What its placeholders stand for, in order."""
 
 
 class ParsedRequest(msgspec.Struct, kw_only=True):
@@ -142,6 +146,7 @@ class Admitter:
             raise UnavailableError("the engine is not ready yet", retry_after=2.0)
         limits = [self._check_prompt(prompt, parsed, info) for prompt in parsed.prompts]
         self._check_counts(parsed)
+        self._check_media(parsed)
         self._check_core(parsed)
         decision = self._decide(parsed, hold)
         features = decision.features
@@ -152,6 +157,7 @@ class Admitter:
             AdmittedRequest(
                 request_id=f"{parsed.group}-{index * parsed.n + choice}",
                 prompt=prompt.token_ids,
+                media=prompt.media,
                 max_tokens=limits[index],
                 temperature=1.0 if parsed.temperature is None else float(parsed.temperature),
                 seed=seeds[index],
@@ -210,6 +216,22 @@ class Admitter:
     def _check_counts(self, parsed: ParsedRequest) -> None:
         check_counts(parsed.n, len(parsed.prompts), self._config)
 
+    def _check_media(self, parsed: ParsedRequest) -> None:
+        size = parsed.n * sum(item.size for prompt in parsed.prompts for item in prompt.media)
+        most = self._config.limits.max_media_mb
+        if size > most << 20:
+            times = f", times n={parsed.n}" if parsed.n > 1 else ""
+            raise FieldError(
+                "messages",
+                f"its pictures and sounds take {size / 2**20:.1f} MiB once they are processed{times}; at most {most} MiB are allowed: send "
+                "fewer or smaller ones",
+            )
+        for prompt in parsed.prompts:
+            try:
+                check_spans(prompt.media, len(prompt.token_ids))
+            except ValueError as error:
+                raise FieldError("prompt", str(error)) from None
+
     def _check_core(self, parsed: ParsedRequest) -> None:
         temperature = parsed.temperature
         if temperature is not None and not 0.0 <= temperature <= MAX_TEMPERATURE:
@@ -264,6 +286,11 @@ class Admitter:
             for name, value in parsed.fields.items()
             if name not in WITHOUT_EFFECT and not asks_for_nothing(name, value)
         }
+        if MEDIA in asked:
+            raise FieldError(MEDIA, "is no field of its own: pictures and sounds are parts of a chat message's content")
+        media = [item for prompt in parsed.prompts for item in prompt.media]
+        if media:
+            asked[MEDIA] = len(media)
         for name in asked:
             self._check_claim(name, features)
         asked |= self._implied(asked, features, parsed.endpoint)
@@ -279,6 +306,7 @@ class Admitter:
             tokenize=self._tokenize,
             fields=MappingProxyType(asked),
             endpoint=parsed.endpoint,
+            media=media,
             **({} if (made := self._vocabulary) is None else {"vocabulary": lambda: made(info.vocab_size, info.eos_token_ids)}),
         )
         for impl in table.check_fields:

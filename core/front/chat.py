@@ -18,7 +18,10 @@ import anyio.to_thread
 import msgspec
 
 from ..errors import ConfigError, FieldError, RequestError, shorten
+from ..media import Kind, MediaItem, MediaPart, PreparedMedia
 from ..models.resolve import ResolvedModel
+from .content_form import ContentForm, form_of
+from .media import PART_TYPES, expand, media_part, place, text_chars
 from .tokenizer import Tokenizer
 from .tools import check_calls, kind_of
 from .values import check_depth, check_texts
@@ -38,6 +41,8 @@ class ChatPrompt:
     token_ids: list[int]
     template_seconds: float
     tokenize_seconds: float
+    media: tuple[MediaItem, ...] = ()
+    """Where it has placeholders, and for what."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class ChatTemplate:
         self._for_tools = self._template
         if tools_source is not None:
             self._for_tools, takes_tools = _compile(tools_source)
+        self._forms: dict[bool, ContentForm] = {}
         self.takes_tools = takes_tools
         """The model has a template that shows tools."""
 
@@ -82,8 +88,11 @@ class ChatTemplate:
         """The source of the template that makes the prompt of a request with these tools, or without any."""
         return self._tools_source if tools else self.source
 
-    async def encode(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
-        """Prompt ids of a conversation. `messages` are as `check_messages` returns them. FieldError when template refuses them."""
+    async def encode(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, media: Sequence[PreparedMedia] = ()
+    ) -> ChatPrompt:
+        """Prompt ids of a conversation. `messages` are as `check_messages` returns them, `media` what became of their media parts.
+        FieldError when the template refuses them."""
         if options.continue_final_message and (not messages or messages[-1].get("role") != "assistant"):
             raise FieldError("continue_final_message", "the last message must be the assistant's")
         if options.tools and not self.takes_tools:
@@ -92,34 +101,46 @@ class ChatTemplate:
                 "this model's chat template has no place for tools: leave them out, or start the server with a --chat-template that has",
             )
         started = time.perf_counter()
-        text, literals = await self._render_somewhere(messages, options)
+        markers: dict[Kind, str] = {one.item.kind: one.marker for one in media}
+        text, literals = await self._render_somewhere(messages, options, markers)
+        if media:
+            text = expand(text, media)
         rendered = time.perf_counter()
         if literals:
             ids = await self._tokenizer.encode_with_literals(text, literals, add_special_tokens=options.add_special_tokens)
         else:
             ids = await self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
-        return ChatPrompt(ids, rendered - started, time.perf_counter() - rendered)
+        placed = place(ids, media, self._tokenizer.token_id) if media else ()
+        return ChatPrompt(ids, rendered - started, time.perf_counter() - rendered, placed)
 
     async def _render_somewhere(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, markers: Mapping[Kind, str]
     ) -> tuple[str, dict[str, str]]:
-        chars = sum(len(message["content"] or "") for message in messages)
-        if chars <= INLINE_CHARS and len(options.tools or ()) <= INLINE_TOOLS:
-            return self._render(messages, options)
-        return await anyio.to_thread.run_sync(self._render, messages, options)
+        if text_chars(messages) <= INLINE_CHARS and len(options.tools or ()) <= INLINE_TOOLS:
+            return self._render(messages, options, markers)
+        return await anyio.to_thread.run_sync(self._render, messages, options, markers)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> tuple[str, dict[str, str]]:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, markers: Mapping[Kind, str]
+    ) -> tuple[str, dict[str, str]]:
         """The rendered text, and what the placeholders in it stand for."""
         nonce = secrets.token_hex(8)
         literals: dict[str, str] = {}
-        shown: list[Any] = [dict(message) for message in messages]
         kwargs: Any = dict(options.template_kwargs)
         kwargs["tools"] = list(options.tools) if options.tools else None
-        if not options.trusted_content:
-            shown, kwargs = self._hidden(shown, nonce, literals), self._hidden(kwargs, nonce, literals)
+
+        def hide(value: Any) -> Any:
+            return value if options.trusted_content else self._hidden(value, nonce, literals)
+
+        form = self._form(for_tools=bool(options.tools))
+        shown: list[Any] = [
+            {key: form.content(value, hide, markers) if key == "content" else hide(value) for key, value in message.items()}
+            for message in messages
+        ]
+        kwargs = hide(kwargs)
         end = f"End{nonce}x"
         if options.continue_final_message:
-            shown[-1]["content"] = f"{shown[-1]['content'] or ''}{end}"
+            shown[-1]["content"] = _with_end(shown[-1]["content"], end)
         text = self._run(shown, kwargs, options)
         if options.continue_final_message:
             text, found, _ = text.rpartition(end)
@@ -128,6 +149,12 @@ class ChatTemplate:
                     "continue_final_message", "this model's chat template does not show the final message as it is"
                 )
         return text, literals
+
+    def _form(self, *, for_tools: bool) -> ContentForm:
+        if for_tools not in self._forms:
+            template = self._for_tools if for_tools else self._template
+            self._forms[for_tools] = form_of(template, self._tokenizer.special_names)
+        return self._forms[for_tools]
 
     def _hidden(self, value: Any, nonce: str, literals: dict[str, str]) -> Any:
         if isinstance(value, str):
@@ -150,18 +177,27 @@ class ChatTemplate:
             raise FieldError("messages", f"this model's chat template refuses them: {shorten(error, 400)}") from None
 
 
-def check_messages(messages: Any, limit: int) -> list[dict[str, Any]]:
-    """Messages as templates expect them: plain dicts with string contents. FieldError names what is wrong."""
+def _with_end(content: Any, end: str) -> Any:
+    if isinstance(content, str):
+        return content + end
+    if content and content[-1]["type"] == "text":
+        return [*content[:-1], {"type": "text", "text": content[-1]["text"] + end}]
+    return [*content, {"type": "text", "text": end}]
+
+
+def check_messages(messages: Any, limit: int, *, own: bool = False) -> list[dict[str, Any]]:
+    """Messages as plain dicts with contents that are strings, or lists of strings and MediaParts where there are media. FieldError names
+    what is wrong. own: the caller is this process's own, so that media may be objects and files."""
     if not isinstance(messages, list):
         raise FieldError("messages", "must be a list")
     if not messages:
         raise FieldError("messages", "must hold at least one message")
     if len(messages) > limit:
         raise FieldError("messages", f"{len(messages)} messages; at most {limit} are allowed")
-    return [_check_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return [_check_message(message, f"messages[{index}]", own=own) for index, message in enumerate(messages)]
 
 
-def _check_message(message: Any, where: str) -> dict[str, Any]:
+def _check_message(message: Any, where: str, *, own: bool) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise FieldError(where, "must be an object with role and content")
     role = message.get("role")
@@ -179,7 +215,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         kept["tool_calls"] = check_calls(kept["tool_calls"], f"{where}.tool_calls")
     if role == "developer":
         kept["role"] = "system"
-    kept["content"] = _content(message.get("content"), f"{where}.content", may_be_absent=role == "assistant")
+    kept["content"] = _content(message.get("content"), f"{where}.content", may_be_absent=role == "assistant", own=own)
     for key, value in kept.items():
         check_texts(f"{where}.{key}", value)
     return kept
@@ -190,7 +226,7 @@ def _absent(key: Any, value: Any) -> bool:
     return value is None or (value == [] and (key == "tool_calls" or key not in MESSAGE_KEYS))
 
 
-def _content(content: Any, where: str, *, may_be_absent: bool) -> str:
+def _content(content: Any, where: str, *, may_be_absent: bool, own: bool) -> str | list[str | MediaPart]:
     if isinstance(content, str):
         return content
     if content is None:
@@ -199,16 +235,21 @@ def _content(content: Any, where: str, *, may_be_absent: bool) -> str:
         raise FieldError(where, "is required")
     if not isinstance(content, list):
         raise FieldError(where, "must be a string or a list of parts")
-    texts = []
+    parts: list[str | MediaPart] = []
     for index, part in enumerate(content):
+        if isinstance(part, dict) and (media := media_part(part, f"{where}[{index}]", own=own)) is not None:
+            parts.append(media)
+            continue
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str) or kind not in ("text", "input_text") or not isinstance(part.get("text"), str):
             shown = shorten(kind) if isinstance(kind, str) else kind_of(part)
-            raise FieldError(f"{where}[{index}]", f"only parts of type text can be read by this model, not {shown!r}")
+            raise FieldError(f"{where}[{index}]", f"parts are of type text, {' or '.join(PART_TYPES)}, not {shown!r}")
         if unknown := next((key for key, value in part.items() if key not in PART_KEYS and not _absent(key, value)), None):
             raise FieldError(f"{where}[{index}].{unknown}", "unknown field")
-        texts.append(part["text"])
-    return "".join(texts)
+        parts.append(part["text"])
+    if any(isinstance(part, MediaPart) for part in parts):
+        return parts
+    return "".join(part for part in parts if isinstance(part, str))
 
 
 def load_template(model: ResolvedModel, tokenizer: Tokenizer, override: str | None) -> ChatTemplate | None:

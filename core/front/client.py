@@ -229,6 +229,7 @@ class EngineClient:
             raise RequestError(f"{len(requests)} choices at once are more than this server's queue takes ({self.capacity})")
         if len(self._streams) + len(requests) > self.capacity:
             raise OverloadedError(f"the queue is full: {len(self._streams)} requests are open", retry_after=1.0)
+        self._check_room_for_media(requests)
         self.journal.admit(requests)
         try:
             self._recovery.submit(requests)
@@ -241,6 +242,12 @@ class EngineClient:
         streams = [TokenStream(request.request_id, self._cancel) for request in requests]
         self._streams.update((stream.request_id, stream) for stream in streams)
         return streams
+
+    def _check_room_for_media(self, requests: Iterable[AdmittedRequest]) -> None:
+        size = sum(item.size for request in requests for item in request.media)
+        most = self.config.limits.max_open_media_mb << 20
+        if size and (others := self.journal.media_bytes()) and size + others > most:
+            raise OverloadedError("there is no room for more pictures and sounds now", retry_after=1.0)
 
     def _refuse_if_unavailable(self, requests: Iterable[AdmittedRequest]) -> None:
         if self.state != "ready":

@@ -96,6 +96,10 @@ class Journal:
         """A snapshot: entries may be ended while it is walked."""
         return iter(tuple(self._open.values()))
 
+    def media_bytes(self) -> int:
+        """Of the processed pictures and sounds of all open requests, once for each request."""
+        return sum(item.size for entry in self._open.values() for item in entry.admitted.media)
+
     def features_in_use(self) -> frozenset[str]:
         """Plugins that some open request was admitted with."""
         return frozenset().union(*(entry.admitted.features for entry in self._open.values()))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..bus import Bus
@@ -11,15 +14,17 @@ from ..config import Config
 from ..errors import ContextLengthError, NotFoundError, RequestError, TokenbusError, UnavailableError
 from ..experiments.controller import Experiments
 from ..host import PluginHost
+from ..media import MediaPart, PreparedMedia
 from ..messages import EngineInfo
 from ..models.resolve import ResolvedModel
-from .admission import Admitter, ParsedRequest
+from .admission import Admission, Admitter, ParsedRequest, Prompt
 from .audit import AuditTrail
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_template
 from .client import EngineClient
 from .events import RequestAdmitted
 from .feed import Feed
 from .generation import Generation
+from .media import MediaIntake, expand, media_of, place, text_chars
 from .prepare import PreparePool
 from .reader import make_readers
 from .tokenizer import Tokenizer, load_tokenizer
@@ -68,7 +73,8 @@ class Service:
         for arm, engine in (engines or {}).items():
             self._lanes[arm] = self._main if engine is client else self._lane(engine)
         self.audit = AuditTrail(config.server, bus)
-        self._pool = PreparePool(lambda: client.settings.config.scheduler.max_waiting)
+        self._pool = PreparePool(self._max_waiting)
+        self._media = MediaIntake(client, self._max_waiting)
 
     def _lane(self, client: EngineClient) -> Lane:
         admitter = Admitter(
@@ -80,6 +86,9 @@ class Service:
             vocabulary=self.tokenizer.vocabulary,
         )
         return Lane(client, admitter)
+
+    def _max_waiting(self) -> int:
+        return self.client.settings.config.scheduler.max_waiting
 
     def ready(self) -> tuple[bool, str]:
         """Whether requests are taken by every engine, and all make progress; and if not, why."""
@@ -115,16 +124,40 @@ class Service:
         if chars > 4 * limit and chars > limit * self.tokenizer.max_token_chars:
             raise ContextLengthError(f"{chars} characters can't fit the limit of {limit} tokens", param=field)
 
-    async def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> ChatPrompt:
-        """RequestError when the model has no chat template, or its template refuses the messages."""
-        checked = check_messages(messages, self.config.limits.max_messages)
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, own: bool = False, seconds: float | None = None
+    ) -> ChatPrompt:
+        """RequestError when the model has no chat template, or its template refuses the messages; for messages with media what
+        `MediaIntake.prepare` raises. own: see `check_messages`. seconds: the client's timeout."""
+        checked = check_messages(messages, self.config.limits.max_messages, own=own)
         options = replace(options, tools=check_tools(options.tools, self.config.limits))
         if self.template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start with --chat-template", param="messages"
             )
-        self._check_chars(sum(len(message["content"]) for message in checked), "messages")
-        return await self.template.encode(checked, options)
+        self._check_chars(text_chars(checked), "messages")
+        if not (parts := media_of(checked)):
+            return await self.template.encode(checked, options)
+        prepared = await self._prepare_media(parts, seconds)
+        return await self.template.encode(checked, options, prepared)
+
+    async def _prepare_media(self, parts: Sequence[MediaPart], seconds: float | None) -> list[PreparedMedia]:
+        most = self.client.settings.config.scheduler.request_timeout
+        prepared = await self._media.prepare(parts, min(seconds, most) if seconds and seconds > 0 else most)
+        rows, limit = sum(one.rows for one in prepared), self.info.max_model_len
+        if rows >= limit:
+            raise ContextLengthError(
+                f"the pictures and sounds take {rows} tokens; the limit is {limit} tokens for prompt and answer together",
+                param="messages",
+            )
+        return prepared
+
+    async def encode_with_media(self, text: str, parts: Sequence[MediaPart]) -> Prompt:
+        """A text in which the model's own marker stands for each of `parts`, in order by kind. Raises what `encode_chat` raises."""
+        self._check_chars(len(text), "prompt")
+        prepared = await self._prepare_media(parts, None)
+        ids = await self.tokenizer.encode(expand(text, prepared, "prompt"))
+        return Prompt(ids, text, place(ids, prepared, self.tokenizer.token_id))
 
     async def start(self, parsed: ParsedRequest) -> Generation:
         """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `PreparePool.run`, `make_readers` and
@@ -136,7 +169,7 @@ class Service:
             with lane.client.hold_plugins() as hold:
                 admission = lane.admitter.admit(parsed, hold)
                 if admission.table.prepare_fields:
-                    admission = await self._pool.run(lane.admitter.prepare, admission)
+                    admission = await self._pool.run(partial(lane.admitter.prepare, admission), _seconds_left(admission))
                 readers = make_readers(admission, self.tokenizer, self.template)
                 streams = lane.client.submit(admission.requests)
         except BaseException as error:
@@ -155,6 +188,11 @@ class Service:
             self.experiments.refused(parsed, error)
         else:
             self.experiments.dropped(parsed.group)
+
+
+def _seconds_left(admission: Admission) -> float:
+    deadline = admission.requests[0].deadline
+    return math.inf if deadline is None else deadline - time.time()
 
 
 def load_text_parts(model: ResolvedModel, config: Config) -> tuple[Tokenizer, ChatTemplate | None]:

@@ -108,6 +108,10 @@ class Tokenizer:
 
         return self._marker_pattern.sub(hide, text)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that is spelled so; None when there is none."""
+        return self._backend.token_to_id(token)
+
     def vocabulary(self, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
         """Every token's bytes, for a model with this many logits. Some 0.1 s the first time, then the same object."""
         with self._lock:

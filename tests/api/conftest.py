@@ -183,14 +183,18 @@ def special_tokenizer() -> Any:
     return tiny.tiny_tokenizer(special=("[TOOL_CALLS]",))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serve(tokenizer: Any, anyio_backend: str) -> Any:
     """`async with serve(settings, tokenizer=..., template=...) as harness`."""
     default = tokenizer
 
     @asynccontextmanager
     async def start(
-        settings: dict[str, Any] | None = None, *, tokenizer: Any = None, template: str | None = tiny.TEMPLATE
+        settings: dict[str, Any] | None = None,
+        *,
+        tokenizer: Any = None,
+        template: str | None = tiny.TEMPLATE,
+        vocab_size: int = 261,
     ) -> AsyncIterator[Harness]:
         tokenizer = tokenizer or default
         config = from_mapping(settings or {}, "test")
@@ -199,7 +203,7 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
 
         def fake_engine(config: Config, host: PluginHost, bus: Bus) -> Any:
             switches = host.start_switches(config.features.enable, config.features.disable)
-            return fake.FakeEngineClient(config, bus, host, switches, vocab_size=261, max_model_len=512, eos=eos)
+            return fake.FakeEngineClient(config, bus, host, switches, vocab_size=vocab_size, max_model_len=512, eos=eos)
 
         engine, engines = fake_engine(config, host, bus), {}
         if (own := experiment_with_engines(config)) is not None:

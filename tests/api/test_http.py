@@ -65,7 +65,7 @@ async def test_wrong_values_name_the_field(api, fields, param):
         ([{"role": "robot", "content": "x"}], "messages[0].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0].image_url"),
         ([{"role": "user", "content": "x", "colour": "red"}], "messages[0].colour"),
         (["x"], "messages[0]"),
         ([{"role": "user", "content": "x"}] * 2049, "messages"),

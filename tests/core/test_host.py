@@ -270,6 +270,7 @@ def test_built_in_plugins_are_found_by_entry_point_and_load_without_torch():
             "chunked_prefill",
             "dashboard",
             "metrics",
+            "multimodal",
             "prefix_cache",
             "quantization.checkpoint",
             "reasoning",

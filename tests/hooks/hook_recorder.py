@@ -227,6 +227,7 @@ ACTOR = {
         "implied_fields",
         "check_fields",
         "prepare_fields",
+        "prepare_media",
         "text_filter",
         "reasoning_parser",
         "tool_parser",

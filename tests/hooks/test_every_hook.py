@@ -17,7 +17,7 @@ from tokenbus.core.errors import FeatureOffError
 from tokenbus.core.host import HOOK_NAMES
 
 PLUGINS = ("note_taker", "note_taker.policy", "note_taker.attention", "note_taker.products", "note_taker.side")
-ONLY_OVER_HTTP = {"http_routes", "reasoning_parser", "tool_parser"}
+ONLY_OVER_HTTP = {"http_routes", "prepare_media", "reasoning_parser", "tool_parser"}
 """Covered by tests/api, with a server."""
 
 

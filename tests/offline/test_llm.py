@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tokenbus import LLM, SamplingParams, TokenbusError
@@ -219,3 +220,11 @@ def test_a_worker_in_a_process_of_its_own_gives_the_same():
     for here, there in zip(*answers, strict=True):
         assert here.outputs[0].token_ids == there.outputs[0].token_ids
         assert here.outputs[0].logprobs == there.outputs[0].logprobs
+
+
+def test_a_model_that_reads_text_only_is_named_when_it_is_given_an_image(llm):
+    image = {"type": "image", "image": np.zeros((4, 4, 3), np.uint8)}
+    with pytest.raises(FieldError, match=r"'messages\[0\].content\[1\].image': the model .* reads text only"):
+        llm.chat([{"role": "user", "content": [{"type": "text", "text": "see"}, image]}], GREEDY)
+    with pytest.raises(FieldError, match=r"'prompt.images\[0\]': the model .* reads text only"):
+        llm.generate({"prompt": "<image>", "images": ["a.png"]}, GREEDY, use_tqdm=False)
