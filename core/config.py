@@ -45,6 +45,8 @@ class ModelConfig(Section, frozen=True):
     device: Literal["cpu"] = "cpu"
     kernels: Literal["auto", "cpu", "torch"] = "auto"
     """What the decoder's layers run on. cpu: the C++ kernels, an error where they can't be had. auto: those where they can, else torch."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Small steps on a GPU are recorded and replayed. auto: where the model and the attention backend allow it. on: an error where not."""
     threads: PositiveInt | None = None
     """Threads that compute; default: the cores this process may use."""
     cores: str | None = None
@@ -61,7 +63,8 @@ class CacheConfig(Section, frozen=True):
     """Tokens per KV block."""
     kv_memory_mb: PositiveInt | None = None
     """MiB for K/V; default: `kv_memory_fraction` of what is free after the weights."""
-    kv_memory_fraction: Annotated[float, Meta(gt=0, le=0.95)] = 0.25
+    kv_memory_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
+    """Of what is free after the weights (on a GPU: and beside the largest step); default: 0.25 on the CPU, 0.9 on a GPU."""
     num_blocks: PositiveInt | None = None
     """Blocks in the pool, instead of a size in bytes (for tests)."""
 

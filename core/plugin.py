@@ -23,7 +23,7 @@ import pluggy
 
 PROJECT = "tokenbus"
 ENTRY_POINT_GROUP = "tokenbus.plugins"
-HOOK_API_VERSION = (1, 2)
+HOOK_API_VERSION = (1, 3)
 """(major, minor). A plugin made for another major version is refused; a newer minor version too."""
 
 Scope = Literal["request", "step", "engine"]

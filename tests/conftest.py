@@ -11,6 +11,7 @@ os.environ.setdefault(
 )  # before torch: several processes share the cores here, and none should spin
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,6 +26,21 @@ class _RootIsAFolder:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_RootIsAFolder())
+
+
+def on_a_gpu() -> bool:
+    """Triton kernels run on a GPU here: there is one, and they are not interpreted (scripts/gpu sets TRITON_INTERPRET=0)."""
+    return os.environ["TRITON_INTERPRET"] != "1" and torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `cuda` need a GPU."""
+    if on_a_gpu():
+        return
+    skip = pytest.mark.skip(reason="needs a GPU, and TRITON_INTERPRET=0")
+    for item in items:
+        if item.get_closest_marker("cuda") is not None:
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,10 @@ class CausalModel(ABC):
     """A decoder with its weights. Stateless: everything that lasts is in the KVCache."""
 
     spec: ModelSpec
+    capturable: bool = False
+    """`forward` may be recorded in a CUDA graph: it needs nothing but the batch's tensors and `attention.prepared`, waits for nothing, and
+    no shape depends on data. Then it is also run with rows that are padding (position 0, slot below 0), whose results nobody reads, and
+    with a `context_len` of `max_model_len`."""
 
     @abstractmethod
     def kv_layout(self, block_size: int) -> KVLayout: ...

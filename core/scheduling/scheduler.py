@@ -3,6 +3,7 @@
     add / cancel / expire      intake: changes what is open; ends go out with the next output        (intake.py)
     schedule                   one transaction: decodes, prompt chunks, waiting requests, blocks     (step_builder.py)
     update / fail_step         the step's result: append, stop checks, filled blocks, output         (here)
+    relieve                    the step was too large for the device's memory: smaller ones          (relief.py)
     flush                      ends that happened while no step ran
     apply_switches             between two steps
 
@@ -15,6 +16,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from ..config import Config, SchedulerConfig
 from ..errors import ErrorInfo, PluginError, TokenbusError
@@ -139,6 +142,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult, now: float, seconds: float) -> StepOutput:
         """Take in a step's result; `seconds` is the wall time from plan to result. The output carries the ends from intake too."""
         self._in_flight = None
+        self._builder.relief.went_well(self._builder.config.token_budget)
         output = StepOutput(step_id=plan.step_id, tokens=result.sampled, logprobs=result.logprobs, kernels=result.kernels)
         for request_id, error in result.errors.items():
             self.fail(request_id, error, now)
@@ -269,14 +273,39 @@ class Scheduler:
 
     def fail_step(self, plan: StepPlan, error: ErrorInfo, now: float) -> StepOutput:
         """The step failed as a whole: its requests end with the error, and the worker is told again what this step told it."""
-        if self._in_flight is not None:
-            self._lost_drops = list(self._in_flight.dropped)
-            if self._in_flight.features is not None:
-                self.live.announce()
-            self.live.announce_settings(self._in_flight.settings, again=True)
-            self._in_flight = None
+        self._tell_again()
         for request_id in plan.num_tokens:
             self.fail(request_id, error, now)
+        return self._after_failure(plan, now)
+
+    def relieve(self, plan: StepPlan, error: ErrorInfo, now: float) -> StepOutput:
+        """The worker had no memory for the step: it has taken over what the order says, and run nothing (StepMemoryError). The next steps
+        are smaller (relief.py), and requests beyond what such a step runs go back to the line. When no smaller one is of use, the request
+        ends with the error."""
+        relief = self._builder.relief
+        if not relief.shrink(plan):
+            alone = "a request can't run, not even alone"
+            advice = "with a smaller scheduler.token_budget, or less memory for K/V (cache.kv_memory_fraction), it might"
+            return self.fail_step(plan, msgspec.structs.replace(error, message=f"{alone}: {error.message}; {advice}"), now)
+        self._in_flight = None
+        batch = self.batch
+        while relief.limit is not None and len(batch.running) > relief.limit:
+            victim = batch.line.victim(batch.running, now)
+            batch.preempt(victim, now)
+            relief.preempted.append(victim.request_id)
+        return self._after_failure(plan, now)
+
+    def _tell_again(self) -> None:
+        """No step is in flight any more; what it told the worker is told with the next one, too."""
+        if self._in_flight is None:
+            return
+        self._lost_drops = list(self._in_flight.dropped)
+        if self._in_flight.features is not None:
+            self.live.announce()
+        self.live.announce_settings(self._in_flight.settings, again=True)
+        self._in_flight = None
+
+    def _after_failure(self, plan: StepPlan, now: float) -> StepOutput:
         output = StepOutput(step_id=plan.step_id, finished=self.batch.take_ended(), report=self._report(None, None, now, 0.0))
         self.live.release(now)
         return output

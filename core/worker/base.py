@@ -22,7 +22,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_bytes_per_token: int
     free_bytes: int
-    """Memory that is free once the weights are loaded (the cgroup's limit counts)."""
+    """Memory that is free once the weights are loaded: of the machine (the cgroup's limit counts), or of the GPU, less what the largest
+    step takes beside the cache."""
     lossless: bool
     lossless_reason: str = ""
     phases: dict[str, float] = {}
@@ -31,12 +32,17 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Measured while loading: what this machine reads from memory (kernels/torch_ops/limits.py)."""
     flops_per_second: float = 0.0
     """Measured while loading: what its plain matrix product reaches in the model's dtype."""
+    ahead: bool = False
+    """It gains from an order that comes before the result of the one before is there."""
+    kv_memory_fraction: float = 0.25
+    """What `cache.kv_memory_fraction` is if nobody sets it: less where others want memory too."""
 
 
 class Worker(ABC):
     """Owns the model, the K/V tensors and every request's sampling state. One call at a time; messages apply in order.
 
-    Raises WorkerError when a step fails as a whole (the engine then fails the requests in it and goes on when it can), ModelError
+    Raises WorkerError when a step fails as a whole (the engine then fails the requests in it and goes on when it can; after a
+    StepMemoryError it tries smaller steps), ModelError
     from `load`. A worker process that dies makes `execute` raise EngineDiedError: the engine exits and is restarted.
     """
 

@@ -10,7 +10,7 @@ from ..config import Config
 from ..errors import WorkerError
 from ..plan import StepInput, StepResult
 from .base import Worker, WorkerInfo
-from .lane import Lane
+from .lane import Begun, Lane
 
 if TYPE_CHECKING:
     from .runner import ModelRunner
@@ -27,6 +27,20 @@ def make_runner(config: Config, features: tuple[str, ...], clock: Callable[[], f
     from .runner import ModelRunner
 
     return ModelRunner(config, features, make_host("worker", config), clock=clock)
+
+
+class Launched(Begun[StepResult]):
+    """A step that was given to the device."""
+
+    def __init__(self, runner: ModelRunner, order: StepInput) -> None:
+        self._runner = runner
+        self._pending = runner.launch(order)
+
+    def ready(self) -> bool:
+        return self._pending.done()
+
+    def end(self) -> StepResult:
+        return self._runner.collect(self._pending)
 
 
 class ThreadWorker(Worker):
@@ -50,6 +64,8 @@ class ThreadWorker(Worker):
 
     async def execute(self, order: StepInput) -> StepResult:
         runner = self._loaded()
+        if runner.ahead:
+            return await self._lane.call_in_two(lambda: Launched(runner, order))
         return await self._lane.call(lambda: runner.run(order))
 
     async def close(self) -> None:

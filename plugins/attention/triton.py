@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from ...core.worker.attention import KVLayout
     from ...kernels.triton.attention import AttentionPlan
+    from ...kernels.triton.attention_plan import WorkKey
 
 log = structlog.get_logger(__name__)
 
@@ -62,14 +63,25 @@ class TritonBackend(AttentionBackend):
     name: ClassVar[str] = "triton"
     invariant: ClassVar[bool] = True
     quantized_kv: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._kinds: dict[int, dict[WorkKey, None]] = {}
 
     def prepare(self, batch: AttentionBatch) -> AttentionPlan:
         from ...kernels.triton.attention import AttentionPlan
 
-        return AttentionPlan(batch.query_start, batch.context_len, batch.block_tables, self._device)
+        return AttentionPlan(
+            batch.query_start,
+            batch.context_len,
+            batch.block_tables,
+            self._device,
+            tables=batch.tables,
+            table_rows=batch.table_rows,
+            upload=batch.upload,
+            kinds=self._kinds,
+        )
 
     def attend(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,8 @@ def random_operations(rng: random.Random, count: int, longest: int) -> list[tupl
     operations: list[tuple] = []
     for _ in range(count):
         kind = rng.choices(
-            ["add", "step", "cancel", "cancel while it computes", "switch", "error", "fail step"], [40, 40, 4, 4, 8, 2, 1]
+            ["add", "step", "cancel", "cancel while it computes", "switch", "error", "fail step", "no memory"],
+            [40, 40, 4, 4, 8, 2, 1, 2],
         )[0]
         match kind:
             case "add":
@@ -54,7 +56,7 @@ def random_operations(rng: random.Random, count: int, longest: int) -> list[tupl
                 operation = (rng.randrange(40), rng.choice(["cancelled", "stop", "deadline"]))
             case "switch":
                 operation = (rng.choice(SWITCHABLE), rng.random() < 0.6)
-            case "fail step":
+            case "fail step" | "no memory":
                 operation = ()
             case _:
                 operation = (rng.randrange(40),)
@@ -117,6 +119,14 @@ class Script:
         if (planned := h.scheduler.schedule(h.now)) is not None:
             h.take(h.scheduler.fail_step(planned[0], ErrorInfo(kind="WorkerError", message="x"), h.now))
 
+    def no_memory(self) -> None:
+        h = self.h
+        if (planned := h.scheduler.schedule(h.now)) is not None:
+            plan, order = planned
+            h.worker.execute(msgspec.structs.replace(order, num_tokens={}), strict=False)
+            h.take(h.scheduler.relieve(plan, ErrorInfo(kind="StepMemoryError", message="x"), h.now))
+            COVERED["no memory"] += 1
+
     def run(self, operation: tuple) -> None:
         kind, *arguments = operation
         getattr(self, kind.replace(" ", "_"))(*arguments)
@@ -136,7 +146,13 @@ class Script:
             if finish.reason == "length":
                 assert len(tokens) == min(self.max_tokens[name], longest - self.sizes[name])
             elif finish.reason == "error":
-                assert finish.error.kind in {"DeadlineError", "PluginError", "WorkerError", "ContextLengthError"}
+                assert finish.error.kind in {
+                    "DeadlineError",
+                    "PluginError",
+                    "WorkerError",
+                    "StepMemoryError",
+                    "ContextLengthError",
+                }
             else:
                 assert finish.reason in {"cancelled", "stop"}
 
@@ -177,4 +193,6 @@ def test_random_operations(harness) -> None:
     COVERED.clear()
     check_random_operations(harness)
     assert COVERED["length"] > 500
-    assert min(COVERED[name] for name in ("preempted", "hit tokens", "evicted", "cancelled", "stop", "error")) > 10, COVERED
+    assert (
+        min(COVERED[name] for name in ("preempted", "hit tokens", "evicted", "cancelled", "stop", "error", "no memory")) > 10
+    ), COVERED
