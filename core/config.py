@@ -51,6 +51,8 @@ class ModelConfig(Section, frozen=True):
     batch_invariant: Literal["auto", "on", "off"] = "auto"
     """Whether a request's tokens must not depend on the rest of the batch. auto: on for the CPU, where it costs nothing, off on a GPU,
     where it costs speed. off: on a GPU only. on: an error where the model's matrix products can't."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Small steps on a GPU are recorded and replayed. auto: where the model and the attention backend allow it. on: an error where not."""
     threads: PositiveInt | None = None
     """Threads that compute; default: the cores this process may use."""
     cores: str | None = None
@@ -67,7 +69,8 @@ class CacheConfig(Section, frozen=True):
     """Tokens per KV block."""
     kv_memory_mb: PositiveInt | None = None
     """MiB for K/V; default: `kv_memory_fraction` of what is free after the weights."""
-    kv_memory_fraction: Annotated[float, Meta(gt=0, le=0.95)] = 0.25
+    kv_memory_fraction: Annotated[float, Meta(gt=0, le=0.95)] | None = None
+    """Of what is free after the weights (on a GPU: and beside the largest step); default: 0.25 on the CPU, 0.9 on a GPU."""
     num_blocks: PositiveInt | None = None
     """Blocks in the pool, instead of a size in bytes (for tests)."""
 

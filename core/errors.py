@@ -19,6 +19,7 @@
     │   ├── PluginError                500     server_error                a plugin raised; names plugin and hook
     │   ├── EngineDiedError            500     server_error                the engine process ended, and no other can go on with the request
     │   └── WorkerError                500     server_error                a step failed on the worker
+    │       └── StepMemoryError        500     server_error                the device had no memory for it: smaller steps are tried first
     └── StartupError                   (exit 1) never reaches a client     the process can't start: message says what to do
         ├── ConfigError                        a setting is malformed, unknown, or contradicts another
         ├── ModelError                         the model can't be loaded or run; names the reason
@@ -186,6 +187,11 @@ class EngineDiedError(ServerFault):
 
 class WorkerError(ServerFault):
     pass
+
+
+class StepMemoryError(WorkerError):
+    """The device had no memory for a step. What its order says of requests, blocks, switches and settings is taken over; no token was run,
+    and drafts are forgotten. A client sees it when a request can't run even alone."""
 
 
 class StartupError(TokenbusError):

@@ -21,6 +21,7 @@ from .policy import SchedulingPolicy
 from .request import StopRule
 from .worker.attention import AttentionBackend, KVLayout
 from .worker.side import SideModel
+from .worker.state import FusedFilters
 
 Check = Callable[[Any, Mapping[str, Any], PluginInfo], str | None]
 
@@ -243,6 +244,19 @@ def _attention_backend(answer: Any, _arguments: Mapping[str, Any], _info: Plugin
     return None
 
 
+def _fused_filters(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
+    if not isinstance(answer, FusedFilters):
+        return f"answered a {type(answer).__name__}, not a FusedFilters"
+    if not is_int(answer.top_k) or not 0 <= answer.top_k < 1 << 63:
+        return f"top_k must be an int of 0 or more, got {answer.top_k!r:.40}"
+    shares = ((name, getattr(answer, name)) for name in ("top_p", "min_p"))
+    return next((f"{name} must be from 0 to 1, got {x!r:.40}" for name, x in shares if not _is_share(x)), None)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 def _token_logprobs(answer: Any, arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
     rows = len(arguments["rows"])
     if not isinstance(answer, (list, tuple)):
@@ -279,6 +293,7 @@ CHECKS: dict[str, Check] = {
     "quantization": _quantization,
     "kv_layout": _kv_layout,
     "attention_backend": _attention_backend,
+    "fused_filters": _fused_filters,
     "token_logprobs": _token_logprobs,
 }
 """By hook. A hook that isn't here answers nothing."""

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from .request import Request, StopRule
     from .worker.attention import AttentionBackend, KVLayout
     from .worker.side import SideModel, StepRan
-    from .worker.state import SampleRow, WorkerRequestState
+    from .worker.state import FusedFilters, SampleRow, WorkerRequestState
 
 
 class TextFilter(Protocol):
@@ -373,6 +373,17 @@ def adjust_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 def filter_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
     """Worker, per request, compute. Each step after temperature was applied: ban ids with -inf, in place (top-k, top-p, ...). Shapes as in
     `adjust_logits`. Not called for greedy rows (temperature 0)."""
+
+
+@hookspec
+def fused_filters(request: WorkerRequestState) -> FusedFilters | None:
+    """Worker, per request, compute. On a GPU, once for each request whose rows `filter_logits` of the plugin would be shown, and again when
+    a live switch changes its plugins: the same in numbers, for a kernel that filters and samples on the device.
+
+    `filter_logits` is then not called for the request, so both must leave the same tokens. None, or no such hook: the request's logits come
+    to the host, and its `filter_logits` is called. So they do, too, when two plugins filter, or another one changes or looks at logits.
+    """
+    ...
 
 
 @hookspec

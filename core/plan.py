@@ -132,7 +132,8 @@ class StepResult(msgspec.Struct, kw_only=True):
     """What `drafts_after_step` proposes behind the tokens in `sampled`, for the next plan."""
     phases: dict[str, float] = {}
     """Seconds by phase: "prepare", "forward", "logits", "sample", "draft"; plus "cpu" (the worker's process or thread CPU time) and
-    "idle" (since the worker's last step ended), which the engine takes out for `StepReport.gap`."""
+    "idle" (since the worker's last step ended), which the engine takes out for `StepReport.gap`. On a GPU the first ones are the times to
+    start the work, and "wait" is how long the host waited for its end."""
     bytes_moved: int = 0
     """Weights plus K/V read and written, as the model's arithmetic says (not a hardware counter)."""
     flops: int = 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..config import Config
 from ..device import free_bytes, resolve_device
 from ..host import PluginHost, make_host
-from ..kv.sizing import plan
+from ..kv.sizing import CPU_FRACTION, GPU_FRACTION, plan
 from ..models.resolve import ResolvedModel, resolve
 from ..models.sizing import ModelSize, model_size, plain_layout
 
@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
         size = _with_plugins(resolved, config, device, host, on)
     longest = min(size.max_model_len, config.model.max_model_len or size.max_model_len)
     free = max(0, free_bytes(device) - size.weights_bytes - size.fixed_bytes)
-    memory = plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, longest)
+    fraction = CPU_FRACTION if device.type == "cpu" else GPU_FRACTION
+    memory = plan(free, size.kv_bytes_per_token, size.weights_bytes, config.cache, longest, fraction)
     if arguments.json:
         print(
             json.dumps(

@@ -31,7 +31,7 @@ from ..actors import Mailbox
 from ..bus import Bus
 from ..config import Config
 from ..contexts import EngineContext
-from ..errors import ErrorInfo, TokenbusError, TooLargeError, plain_text
+from ..errors import ErrorInfo, StepMemoryError, TokenbusError, TooLargeError, plain_text
 from ..host import PluginHost, Switches
 from ..ipc import Channel, FrameError, WireError
 from ..kv.pool import BlockPool
@@ -52,7 +52,7 @@ from ..messages import (
     StepBegins,
     StepOutput,
 )
-from ..plan import StepInput, StepPlan
+from ..plan import StepInput, StepPlan, StepResult
 from ..request import AdmittedRequest
 from ..scheduling.scheduler import Scheduler
 from ..worker.base import Worker
@@ -271,6 +271,11 @@ class EngineCore:
         )
 
     def _step_failed(self, plan: StepPlan, order: StepInput, error: TokenbusError) -> StepOutput:
+        if isinstance(error, StepMemoryError):
+            tokens = sum(plan.num_tokens.values())
+            log.warning("step_without_memory", step_id=plan.step_id, requests=len(plan.num_tokens), tokens=tokens)
+            self._switchboard.step_done(self.scheduler, order, StepResult(step_id=plan.step_id, sampled={}))
+            return self.scheduler.relieve(plan, error.to_wire(), time.time())
         log.error("step_failed", step_id=plan.step_id, requests=len(plan.num_tokens), error=error.message)
         output = self.scheduler.fail_step(plan, error.to_wire(), time.time())
         self._switchboard.step_failed(self.scheduler, order, error)

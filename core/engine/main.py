@@ -145,7 +145,12 @@ def _plan_memory(config: Config, found: WorkerInfo) -> sizing.MemoryPlan:
     if wanted is not None and wanted > found.max_model_len:
         raise ConfigError(f"model.max_model_len = {wanted}: the model takes {found.max_model_len} tokens at most")
     plan = sizing.plan(
-        found.free_bytes, found.kv_bytes_per_token, found.weights_bytes, config.cache, wanted or found.max_model_len
+        found.free_bytes,
+        found.kv_bytes_per_token,
+        found.weights_bytes,
+        config.cache,
+        wanted or found.max_model_len,
+        found.kv_memory_fraction,
     )
     log.info("memory_plan", **{name.replace(" ", "_"): value for name, value in plan.rows()})
     return plan

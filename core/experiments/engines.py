@@ -19,7 +19,7 @@ from ..config import Config
 from ..device import device_kind
 from ..errors import ConfigError, TokenbusError
 from ..host import PluginHost
-from ..kv.sizing import MIB, free_memory
+from ..kv.sizing import CPU_FRACTION, MIB, free_memory
 from ..worker.threads import available_cores, cores_in_order, format_cores, parse_cores
 from .config import ArmConfig, ExperimentConfig
 
@@ -118,7 +118,9 @@ def _share_memory(name: str, config: Config, configs: Sequence[Config]) -> dict[
         if cache.num_blocks < arms:
             raise ConfigError(f"{where}: cache.num_blocks = {cache.num_blocks} can't be shared out to {arms} engines")
         return {"num_blocks": cache.num_blocks // arms}
-    wanted = cache.kv_memory_mb * MIB if cache.kv_memory_mb is not None else int(free * cache.kv_memory_fraction)
+    wanted = (
+        cache.kv_memory_mb * MIB if cache.kv_memory_mb is not None else int(free * (cache.kv_memory_fraction or CPU_FRACTION))
+    )
     if wanted > free:
         raise ConfigError(
             f"{where}: cache.kv_memory_mb asks for more than is free beside the weights of {arms} engines; {TAKE_TURNS}"

@@ -12,6 +12,10 @@ from ..errors import ConfigError
 
 MIB = 1024 * 1024
 MEMINFO = Path("/proc/meminfo")
+CPU_FRACTION = 0.25
+"""Of free memory, by default: others on the machine want some too."""
+GPU_FRACTION = 0.9
+"""Of what is free on a GPU beside weights and the largest step."""
 UNLIMITED = 1 << 60
 """cgroup v1 writes a huge number for "no limit"."""
 
@@ -58,8 +62,17 @@ class MemoryPlan:
         return "\n".join(columns(self.rows()))
 
 
-def plan(free_bytes: int, kv_bytes_per_token: int, weights_bytes: int, cache: CacheConfig, max_model_len: int) -> MemoryPlan:
+def plan(
+    free_bytes: int,
+    kv_bytes_per_token: int,
+    weights_bytes: int,
+    cache: CacheConfig,
+    max_model_len: int,
+    default_fraction: float = CPU_FRACTION,
+) -> MemoryPlan:
     """The pool for `free_bytes` of memory that is free beside the weights. `num_blocks` wins over `kv_memory_mb` over the fraction.
+
+    default_fraction: `kv_memory_fraction` where the setting is left out.
 
     A fraction never takes more than `max_model_len` tokens for each of 256 requests. ConfigError when not even one block fits, or when
     `num_blocks` or `kv_memory_mb` ask for more than is free (0 free bytes: nothing is known, and `num_blocks` is believed).
@@ -78,8 +91,9 @@ def plan(free_bytes: int, kv_bytes_per_token: int, weights_bytes: int, cache: Ca
             raise ConfigError(f"cache.kv_memory_mb asks for {_size(wanted)}; {_size(free_bytes)} are free beside the weights")
         num_blocks, source = wanted // block_bytes, "cache.kv_memory_mb"
     else:
-        num_blocks = int(free_bytes * cache.kv_memory_fraction) // block_bytes
-        source = f"{cache.kv_memory_fraction:.0%} of free memory"
+        fraction = default_fraction if cache.kv_memory_fraction is None else cache.kv_memory_fraction
+        num_blocks = int(free_bytes * fraction) // block_bytes
+        source = f"{fraction:.0%} of free memory"
         most = 256 * -(-max_model_len // cache.block_size)
         if num_blocks > most:
             num_blocks, source = most, "room for 256 of the longest requests"

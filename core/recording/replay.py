@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ..config import Config, from_mapping, merge
 from ..errors import TokenbusError
 from ..host import make_host
@@ -47,7 +49,7 @@ class Replayed:
     warmed: int = 0
     """Tokens run to have K/V that was there before the recording."""
     failed: int = 0
-    """Steps that failed as a whole when they were recorded: run, not compared."""
+    """Steps that failed as a whole when they were recorded: not run."""
     difference: Difference | None = None
 
 
@@ -144,10 +146,10 @@ class Replay:
         return self._runner.run(order)
 
     def _failed(self, order: StepInput) -> None:
-        """A step without a result: its requests ended with it."""
+        """A step without a result: its requests ended with it, or go on as if it had not run (StepMemoryError). Its tokens are not run."""
         self.done.failed += 1
         try:
-            self._execute(order)
+            self._execute(msgspec.structs.replace(order, num_tokens={}, drafts={}))
         except TokenbusError:
             return
 

@@ -4,6 +4,7 @@
     schedule                   one transaction: decodes, prompt chunks, waiting requests, blocks     (step_builder.py)
     schedule_ahead             the same while a step computes, on what that one is known to do       (ahead.py)
     update / fail_step         the step's result: append, stop checks, filled blocks, output         (results.py)
+    relieve                    the step was too large for the device's memory: smaller ones          (relief.py)
     flush                      ends that happened while no step ran
     apply_switches             between two steps
 
@@ -17,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from ..config import Config, SchedulerConfig
 from ..errors import ErrorInfo, PluginError
@@ -201,6 +204,7 @@ class Scheduler:
             self.fail(request_id, error, now)
         if flight.void:
             return self._close(output, self._report(None, None, now, 0.0), now)
+        self._builder.relief.went_well(self._builder.config.token_budget)
         self._results.take(flight, result, output, now)
         hooks = self.live.engine_hooks
         for impl in hooks.step_finished:
@@ -226,10 +230,30 @@ class Scheduler:
         if order.features is not None:
             self.live.announce()
         self.live.announce_settings(order.settings, again=True)
-        for flight in self._flights:
-            flight.void = True
         for request_id in plan.num_tokens:
             self.fail(request_id, error, now)
+        return self._after_failure(plan, now)
+
+    def relieve(self, plan: StepPlan, error: ErrorInfo, now: float) -> StepOutput:
+        """The worker had no memory for the older step in flight: it has taken over what the order says, and run nothing (StepMemoryError).
+        The next steps are smaller (relief.py), and requests beyond what such a step runs go back to the line. When no smaller one is of
+        use, the request ends with the error."""
+        relief = self._builder.relief
+        if not relief.shrink(plan):
+            alone = "a request can't run, not even alone"
+            advice = "with a smaller scheduler.token_budget, or less memory for K/V (cache.kv_memory_fraction), it might"
+            return self.fail_step(plan, msgspec.structs.replace(error, message=f"{alone}: {error.message}; {advice}"), now)
+        self._land(plan)
+        batch = self.batch
+        while relief.limit is not None and len(batch.running) > relief.limit:
+            victim = batch.line.victim(batch.running, now)
+            batch.preempt(victim, now)
+            relief.preempted.append(victim.request_id)
+        return self._after_failure(plan, now)
+
+    def _after_failure(self, plan: StepPlan, now: float) -> StepOutput:
+        for flight in self._flights:
+            flight.void = True
         return self._close(StepOutput(step_id=plan.step_id), self._report(None, None, now, 0.0), now)
 
     def flush(self, now: float) -> StepOutput | None:

@@ -26,12 +26,14 @@ from ..policy import Work
 from ..request import Request, Status
 from .ahead import MustWaitError
 from .batch import Batch
+from .relief import Relief
 
 
 class StepBuilder:
     def __init__(self, batch: Batch, config: SchedulerConfig) -> None:
         self.step_id = 0
         """Of the plan made last."""
+        self.relief = Relief()
         self._batch = batch
         self.configure(config)
         # of the step that is being planned
@@ -56,9 +58,14 @@ class StepBuilder:
 
     def configure(self, config: SchedulerConfig) -> None:
         """Between two steps. Requests that run go on, also when they are more than the new limits allow."""
-        self._budget = config.token_budget
+        self.config = config
         self._most_drafts = config.max_drafts
-        self._max_running = min(config.max_running, config.token_budget)
+        self._set_sizes()
+
+    def _set_sizes(self) -> None:
+        config, limit = self.config, self.relief.limit
+        self._budget = config.token_budget if limit is None else min(config.token_budget, limit)
+        self._max_running = min(config.max_running, self._budget)
         """Every decode fits into the budget, but for those that joined under a larger one."""
 
     def build(
@@ -74,6 +81,7 @@ class StepBuilder:
             return None
         self.step_id += 1
         self._ahead, self._ending, self.next_waits = ending is not None, ending or 0, ""
+        self._set_sizes()
         self._new, self._new_blocks, self._preempted, self._starved = [], {}, [], False
         self.drafts, self.proposers = {}, {}
         for kind in batch.line.compose(batch.running, now):
@@ -93,12 +101,13 @@ class StepBuilder:
             num_tokens=num_tokens,
             budget=self._budget,
             free_blocks=batch.pool.num_available,
-            preempted=tuple(self._preempted),
+            preempted=(*self.relief.preempted, *self._preempted),
             num_prompt_tokens=view.prompt_tokens,
             num_draft_tokens=sum(map(len, self.drafts.values())),
             waiting=len(batch.line),
             running=len(batch.running) - self._ending,
         )
+        self.relief.preempted = []
         return plan, self._new, self._new_blocks
 
     def _plan_work(self, kind: Work, now: float) -> None:

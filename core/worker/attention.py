@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    Upload = Callable[[np.ndarray, torch.Tensor | None], torch.Tensor]
+    """(int32 numbers, a tensor of that shape or None): a copy on the device, in the tensor if given. Nobody waits for it."""
 
 
 SCALE_BYTES = 4
@@ -92,9 +97,34 @@ class AttentionBatch:
     block_tables: list[list[int]]
     """Each request's blocks in order; covers at least context_len tokens."""
     slots: torch.Tensor
-    """int64 [T]: where each new token's K/V goes: block_id * block_size + offset."""
+    """int64 [T]: where each new token's K/V goes: block_id * block_size + offset. Negative: nowhere, the token is padding; only a
+    backend that is `capturable` is shown such."""
     prepared: Any = None
     """Whatever the backend's `prepare` returned."""
+    tables: torch.Tensor | None = None
+    """int32 [rows, width], contiguous, on the layout's device: block tables that stay there, a row for each request. None: there are
+    none, only `block_tables`."""
+    table_rows: list[int] | None = None
+    """Each request's row in `tables`."""
+    upload: Upload | None = None
+    """How `prepare` and `attend` bring index numbers to the device; None: as the backend likes."""
+
+
+class Replayable(Protocol):
+    """What `prepare` of a `capturable` backend returns. Its work can be written into buffers of fixed sizes, which a CUDA graph reads."""
+
+    def bucket(self) -> Hashable | None:
+        """Of the buffers that hold this step's work: equal for all steps that one graph can serve. None: not known yet, because no step
+        of its kind has run."""
+        ...
+
+    def padded(self, tokens: int) -> Replayable:
+        """Such buffers with this step's work in them, for `tokens` rows (at least this step's); goes into `AttentionBatch.prepared`."""
+        ...
+
+    def fill(self, padded: Any) -> None:
+        """Write this step's work into the buffers of what `padded` gave for the same `bucket`."""
+        ...
 
 
 class AttentionBackend(ABC):
@@ -106,6 +136,9 @@ class AttentionBackend(ABC):
     quantized_kv: ClassVar[bool] = False
     """Serves layouts that are `quantized`; one that serves not all of them answers None for those. If not, it is not used with them, and
     the plugin it is from goes off with a reason."""
+    capturable: ClassVar[bool] = False
+    """`prepare` gives a Replayable and does not look at `slots`. `attend` may be recorded in a CUDA graph: it waits for nothing, and what
+    depends on data it does on the device. Rows that are padding (slot below 0, in no query) may come out as anything."""
 
     @property
     def inner(self) -> AttentionBackend:

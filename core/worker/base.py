@@ -22,7 +22,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     weights_bytes: int
     kv_bytes_per_token: int
     free_bytes: int
-    """Memory that is free once the weights are loaded (the cgroup's limit counts)."""
+    """Memory that is free once the weights are loaded: of the machine (the cgroup's limit counts), or of the GPU, less what the largest
+    step takes beside the cache."""
     lossless: bool
     lossless_reason: str = ""
     phases: dict[str, float] = {}
@@ -33,6 +34,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Measured while loading: what its plain matrix product reaches in the model's dtype."""
     ahead: bool = False
     """The engine had better send a step while the one before it computes: waiting for an order costs this worker something."""
+    kv_memory_fraction: float = 0.25
+    """What `cache.kv_memory_fraction` is if nobody sets it: less where others want memory too."""
 
 
 class Worker(ABC):
@@ -41,7 +44,8 @@ class Worker(ABC):
     One call at a time, but for `execute`: a second order may come while the first one computes (it says so: `StepInput.ahead`), waits
     until that one is done, and then runs. If the first one failed, nothing of the second is run; `turns.py` sees to that.
 
-    Raises WorkerError when a step fails as a whole (the engine then fails the requests in it and goes on when it can), ModelError
+    Raises WorkerError when a step fails as a whole (the engine then fails the requests in it and goes on when it can; after a
+    StepMemoryError it tries smaller steps), ModelError
     from `load`. A worker process that dies makes `execute` raise EngineDiedError: the engine exits and is restarted.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -38,19 +39,38 @@ class Piece(NamedTuple):
     """The block table: covers at least first + len(tokens) tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A ragged batch on the host."""
+
+    numbers: np.ndarray
+    """int64 [3, T]: token ids, positions, slots."""
+    query_start: list[int]
+    context_len: list[int]
+    tables: list[list[int]]
+    """As in AttentionBatch."""
+
+
 def build(runs: Sequence[Run], layout: KVLayout) -> ForwardBatch:
     """The batch of at least one run, in the order given. Block tables are the requests' own lists: not to be changed."""
-    return ragged(
-        [Piece(r.tokens[r.computed : r.computed + count], r.computed, r.blocks) for r, count, _ in runs],
-        layout,
-    )
+    return ragged(pieces_of(runs), layout)
+
+
+def pieces_of(runs: Sequence[Run]) -> list[Piece]:
+    return [Piece(r.tokens[r.computed : r.computed + count], r.computed, r.blocks) for r, count, _ in runs]
 
 
 def ragged(pieces: Sequence[Piece], layout: KVLayout) -> ForwardBatch:
     """The batch of at least one piece, in the order given."""
-    block_size = layout.block_size
+    flat = flatten(pieces, layout.block_size)
+    ids, positions, slots = torch.from_numpy(flat.numbers).to(layout.device).unbind(0)
+    return ForwardBatch(ids, positions, AttentionBatch(flat.query_start, flat.context_len, flat.tables, slots))
+
+
+def flatten(pieces: Sequence[Piece], block_size: int) -> Flat:
+    """All pieces' tokens behind each other."""
     total = sum(len(piece.tokens) for piece in pieces)
-    flat = np.empty((3, total), dtype=np.int64)  # token ids, positions, slots
+    flat = np.empty((3, total), dtype=np.int64)
     query_start, context_len, tables = [0], [], []
     start = 0
     for tokens, done, table in pieces:
@@ -71,8 +91,7 @@ def ragged(pieces: Sequence[Piece], layout: KVLayout) -> ForwardBatch:
         query_start.append(start)
         context_len.append(done + count)
         tables.append(table)
-    ids, positions, slots = torch.from_numpy(flat).to(layout.device).unbind(0)
-    return ForwardBatch(ids, positions, AttentionBatch(query_start, context_len, tables, slots))
+    return Flat(flat, query_start, context_len, tables)
 
 
 def bytes_moved(runs: Sequence[Run], layout: KVLayout, spec: ModelSpec, head_calls: int) -> int:

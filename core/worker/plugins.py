@@ -14,6 +14,7 @@ from ..models.slot import choose_layout, choose_linears, choose_sides
 from ..plan import WorkerRequest
 from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
 from .default_attention import default_attention
+from .device import out_of_memory
 from .state import WorkerRequestState
 
 if TYPE_CHECKING:
@@ -137,13 +138,15 @@ class WorkerPlugins:
 
 
 class GuardedAttention(AttentionBackend):
-    """A plugin's backend; what it raises, and an output of another shape or dtype than the queries', becomes a PluginError."""
+    """A plugin's backend; what it raises (but for want of memory, which is not its fault), and an output of another shape or dtype than
+    the queries', becomes a PluginError."""
 
     def __init__(self, backend: AttentionBackend, impl: Impl) -> None:
         self._backend = backend
         self._impl = impl
         self.name = backend.name  # pyright: ignore[reportAttributeAccessIssue]
         self.invariant = backend.invariant
+        self.capturable = backend.capturable  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def inner(self) -> AttentionBackend:
@@ -153,6 +156,8 @@ class GuardedAttention(AttentionBackend):
         try:
             return self._backend.prepare(batch)
         except Exception as error:
+            if out_of_memory(error):
+                raise
             raise self._impl.failure(f"prepare: {type(error).__name__}: {plain_text(error)}") from error
 
     def attend(
@@ -169,6 +174,8 @@ class GuardedAttention(AttentionBackend):
             out = self._backend.attend(q, k, v, k_cache, v_cache, batch, params)
             fits = out.shape == q.shape and out.dtype == q.dtype
         except Exception as error:
+            if out_of_memory(error):
+                raise
             raise self._impl.failure(f"attend: {type(error).__name__}: {plain_text(error)}") from error
         if not fits:
             raise self._impl.failure(f"attend: gave {out.dtype} {tuple(out.shape)} for {q.dtype} {tuple(q.shape)}")

@@ -10,14 +10,23 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
 from ..errors import TokenbusError, WorkerError
 from ..logs import configure_logs
 from . import wire
+from .lane import POLL_SECONDS
 from .thread import RunnerFactory, make_runner
-from .turns import Turns
+from .turns import Turn, Turns
+
+if TYPE_CHECKING:
+    from ..plan import StepResult
+    from .lane import Begun
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -29,25 +38,57 @@ class Server:
         self._turns: Turns | None = None
 
     def serve(self) -> None:
-        """Answer calls until `Close` or until the engine is gone."""
+        """Answer calls until `Close` or until the engine is gone. On a device the next step is launched, if it comes in time, before the
+        one before is answered; answers keep the order of calls."""
+        begun: Begun[StepResult] | None = None
         while True:
+            if begun is not None and not self._call_comes_before(begun):
+                if not self._send(self._guarded(lambda begun=begun: wire.Executed(begun.end()), "Execute")):
+                    return
+                begun = None
+                continue
             try:
                 call = wire.receive_call(self._sock)
             except (EOFError, OSError):
                 return
-            try:
-                answer = self._answer(call)
-            except TokenbusError as error:
-                answer = wire.Failed(error.to_wire())
-            except Exception as error:
-                log.exception("worker_call_failed", call=type(call).__name__)
-                answer = wire.Failed(WorkerError(f"{type(error).__name__}: {error}").to_wire())
-            try:
-                wire.send(self._sock, answer)
-            except OSError:
+            turns, launched = self._turns, None
+            if isinstance(call, wire.Execute) and turns is not None and turns.runner.ahead:
+                launched = self._guarded(functools.partial(turns.begin, call.order), "Execute")
+            if begun is not None and not self._send(self._guarded(lambda begun=begun: wire.Executed(begun.end()), "Execute")):
                 return
-            if isinstance(call, wire.Close):
+            begun = None
+            if isinstance(launched, Turn):
+                begun = launched
+                continue
+            answer = launched or self._guarded(lambda call=call: self._answer(call), type(call).__name__)
+            if not self._send(answer) or isinstance(call, wire.Close):
                 return
+
+    def _call_comes_before(self, begun: Begun[StepResult]) -> bool:
+        """Whether a call is there before the step that was launched can be answered."""
+        while True:
+            ready = begun.ready()
+            if select.select([self._sock], [], [], 0 if ready else POLL_SECONDS)[0]:
+                return True
+            if ready:
+                return False
+
+    def _guarded(self, work: Callable[[], T], name: str) -> T | wire.Failed:
+        try:
+            return work()
+        except TokenbusError as error:
+            return wire.Failed(error.to_wire())
+        except Exception as error:
+            log.exception("worker_call_failed", call=name)
+            return wire.Failed(WorkerError(f"{type(error).__name__}: {error}").to_wire())
+
+    def _send(self, answer: wire.Answer) -> bool:
+        """False: the engine is gone."""
+        try:
+            wire.send(self._sock, answer)
+        except OSError:
+            return False
+        return True
 
     def _answer(self, call: wire.Call) -> wire.Answer:
         match call:

@@ -1,78 +1,55 @@
-"""The model runner: applies a step's order to request states, runs the model on the ragged batch, samples. Synchronous.
+"""The model runner: applies a step's order to request states, runs the model on the ragged batch, samples.
 
-run(order)
-  apply      dropped, new, new_blocks, features
-  prepare    token ids, positions, slots, block tables of all runs behind each other       (batch.build)
-  forward    the model, all tokens
-  logits     LM head on the rows that sample: of each request whose last known token was run, that one's and its drafts'
-  sample     core's sampler with the plugins' hooks; drafts that are equal are accepted     (sampler.sample)
+launch(order)
+  apply      dropped, new, new_blocks, features                                            (requests.py)
+  prepare    token ids, positions, slots, block tables of all runs behind each other       (batch.build; on a device: device_steps.stage)
+  forward    the model, all tokens                                                         (on a device: from a graph, maybe)
   prompts    LM head and token_logprobs over prompt rows of requests that want them, PROMPT_TILE rows at a time
+  logits     LM head on the rows that sample: of each request whose last known token was run, that one's and its drafts'
+  sample     core's sampler with the plugins' hooks; drafts that are equal are accepted    (sampling.py; on a device: device_steps.sample)
   propose    what plugins in the worker propose for the next step                          (after.propose)
+collect(pending)
+             the result. On the CPU it was there before; on a device this waits for the sampled ids, and the next step may be launched
+             before it: the ids it begins with are on the device already
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import msgspec
 import structlog
 import torch
 
 from ...kernels.torch_ops.limits import measure_limits
-from .. import sampler
 from ..config import Config
 from ..contexts import Vocabulary, WorkerContext
-from ..device import resolve_device
-from ..errors import ErrorInfo, PluginError, TokenbusError, WorkerError, plain_text
+from ..errors import EngineDiedError, PluginError, StepMemoryError, TokenbusError, WorkerError, plain_text
 from ..host import PluginHost
-from ..kv.sizing import free_memory
+from ..kv import sizing
 from ..models.base import CausalModel, KVCache
-from ..models.linears import ChooseLinears
-from ..plan import Kernels, StepInput, StepResult, TokenLogprobs, WorkerRequest
-from . import after, batch
+from ..plan import Kernels, StepInput, StepResult
+from . import start
 from .attention import AttentionBackend, KVLayout
 from .base import WorkerInfo
-from .batch import Run
+from .compute import StepComputer, host_logits
+from .device import Device, device_broke, make_device
 from .paged import make_cache
+from .pending import InFlight, Pending
 from .plugins import WorkerPlugins
-from .side import Beside, Ran, StepRan
-from .state import SampleRow, WorkerRequestState
+from .requests import Requests
+from .start import ModelLoader, load_model
 from .threads import available_cores
 from .vocabulary import LazyVocabulary
 
 log = structlog.get_logger(__name__)
 
-PROMPT_TILE = 32
-"""Prompt rows whose logits exist at the same time."""
-SAMPLE_TILE = 128
-"""Rows that are sampled together at most, which bounds the memory of their logits."""
-ModelLoader = Callable[[Config, ChooseLinears], tuple[str, CausalModel]]
-"""Gives the model's name and the loaded model; raises ModelError."""
-
-
-def load_model(config: Config, choose: ChooseLinears | None) -> tuple[str, CausalModel]:
-    from ..models.loader import load
-    from ..models.resolve import resolve
-
-    settings = config.model
-    resolved, device = resolve(settings.model), resolve_device(settings.device)
-    model = load(
-        resolved,
-        settings.dtype,
-        device,
-        settings.kernels,
-        choose,
-        batch_invariant=settings.batch_invariant,
-        max_model_len=settings.max_model_len,
-    )
-    return resolved.name, model
-
 
 class ModelRunner:
     """Owns the model, the K/V tensors and all request states. Not thread-safe: one thread calls it, `load` first, then `allocate`.
 
-    loader, vocabulary: for a model that no directory holds. clock: CPU seconds of the thread or process it runs in.
+    loader, vocabulary: for a model that no directory holds. clock: CPU seconds of the thread or process it runs in. device: the model's,
+    by default; another one is for tests.
     """
 
     def __init__(
@@ -84,19 +61,22 @@ class ModelRunner:
         loader: ModelLoader = load_model,
         vocabulary: Callable[[], Vocabulary] | None = None,
         clock: Callable[[], float] = time.thread_time,
+        device: Device | None = None,
     ) -> None:
         self.config = config
         self.plugins = WorkerPlugins(host, features)
         self._loader = loader
         self._clock = clock
-        self._requests: dict[str, WorkerRequestState] = {}
-        self._failed: dict[str, ErrorInfo] = {}
-        """Requests that failed and are not dropped yet: the engine may have planned them again before it knew."""
+        self._device = device
+        self._computer: StepComputer | None = None
         self._model: CausalModel | None = None
         self._layout: KVLayout | None = None
         self._kv: KVCache | None = None
         self.vocabulary = vocabulary or LazyVocabulary(config.model.model, lambda: self._loaded()[0].spec)
         self._context = WorkerContext(self.vocabulary)
+        self._book = Requests(self.plugins, self._context)
+        self._requests, self._failed = self._book.known, self._book.failed
+        self._in_flight = InFlight(self._book, config.cache.block_size)
         self._told_attention: AttentionBackend | None = None
         """The backend that the engine knows of."""
 
@@ -117,6 +97,8 @@ class ModelRunner:
         self._told_attention = attention if self.plugins.slot_error is None else None  # None: the first step tells
         self._load_sides(name, model, layout)
         sides = self.plugins.sides
+        device = self._on(layout)
+        start.check_graphs(self.config, device, model, attention)
         probed = time.perf_counter()
         limits = measure_limits(layout.dtype, layout.device)
         spec = model.spec
@@ -129,7 +111,9 @@ class ModelRunner:
             eos_token_ids=spec.eos_token_ids,
             weights_bytes=spec.weights_bytes + sum(side.weights_bytes for side in sides),
             kv_bytes_per_token=layout.bytes_per_token + sum(side.kv_bytes_per_token for side in sides),
-            free_bytes=max(0, free_memory() - sum(side.fixed_bytes for side in sides)),
+            free_bytes=max(
+                0, start.free_bytes(self.config, device, model, layout, attention) - sum(side.fixed_bytes for side in sides)
+            ),
             lossless=lossless,
             lossless_reason=reason,
             phases={
@@ -140,7 +124,14 @@ class ModelRunner:
             },
             read_bytes_per_second=limits.read_bytes_per_second,
             flops_per_second=limits.flops_per_second,
+            ahead=device.asynchronous,
+            kv_memory_fraction=sizing.GPU_FRACTION if device.counts_memory else sizing.CPU_FRACTION,
         )
+
+    def _on(self, layout: KVLayout) -> Device:
+        if self._device is None:
+            self._device = make_device(layout.device)
+        return self._device
 
     def _lossless(self, model: CausalModel, layout: KVLayout) -> tuple[bool, str]:
         if not model.spec.lossless:
@@ -151,126 +142,94 @@ class ModelRunner:
         return model.numerics_probe()
 
     def _load_sides(self, name: str, model: CausalModel, layout: KVLayout) -> None:
-
-        def at(path: str) -> Config:
-            return msgspec.structs.replace(self.config, model=msgspec.structs.replace(self.config.model, model=path))
-
-        self.plugins.make_sides(name, self.config.model.dtype, layout.block_size, layout.device.type)
-        beside = Beside(
-            spec=model.spec,
-            layout=layout,
-            vocabulary=self._context.vocabulary,
-            logits=self._head,
-            load=lambda path: load_model(at(path), choose=None)[1],
-            vocabulary_of=lambda path, spec: LazyVocabulary(path, lambda: spec)(),
-            attention=self.plugins.attention_beside,
+        start.load_sides(
+            self.config, self.plugins, name, model, layout, self.vocabulary, lambda hidden: host_logits(model, hidden)
         )
-        for side in self.plugins.sides:
-            side.load(beside)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the K/V tensors."""
-        self._kv = make_cache(self._loaded()[1], num_blocks)
+        model, layout = self._loaded()
+        self._kv = make_cache(layout, num_blocks)
         for side in self.plugins.sides:
             side.allocate(num_blocks)
+        device, steps = self._on(layout), None
+        if device.asynchronous:
+            from .device_steps import DeviceSteps
+
+            steps = DeviceSteps(device, model, layout, self._kv, num_blocks, self.config.model.cuda_graphs)
+            self._book.fuse, self._book.dropped = True, steps.resident.drop
+        self._computer = StepComputer(
+            model, layout, self._kv, device, steps, self._book, self._in_flight, self.config.scheduler.max_drafts
+        )
 
     def _loaded(self) -> tuple[CausalModel, KVLayout]:
         if self._model is None or self._layout is None:
             raise WorkerError("the model is not loaded")
         return self._model, self._layout
 
+    @property
+    def ahead(self) -> bool:
+        """`launch` comes back before the step's end; the next may be launched before this one is collected."""
+        return self._device is not None and self._device.asynchronous
+
     # ---- a step -----------------------------------------------------------------------------------------------------------------
 
     def run(self, order: StepInput) -> StepResult:
-        """Run one step. Raises WorkerError when it fails as a whole, PluginError when a plugin's attention backend is to blame; a request
-        that fails alone is in `errors` of the result."""
+        """Run one step. Raises WorkerError when it fails as a whole (StepMemoryError: nothing of it was done), PluginError when a plugin's
+        attention backend is to blame; a request that fails alone is in `errors` of the result."""
+        return self.collect(self.launch(order))
+
+    def launch(self, order: StepInput) -> Pending:
+        """Give a step to the device; on the CPU, run it. Raises what `run` does."""
         cpu = self._clock()
         try:
             with torch.inference_mode():
-                result = self._run(order)
+                pending = self._launch(order)
+        except StepMemoryError as error:
+            log.warning("step_without_memory", step_id=order.step_id, error=error.message)
+            raise
         except WorkerError:
             raise
         except PluginError:
             log.exception("step_failed", step_id=order.step_id)
             raise
         except Exception as error:
-            log.exception("step_failed", step_id=order.step_id)
-            raise WorkerError(f"step {order.step_id} failed: {type(error).__name__}: {plain_text(error)}") from error
-        result.phases["cpu"] = self._clock() - cpu
-        return result
+            raise _failure(order.step_id, error) from error
+        pending.result.phases["cpu"] = self._clock() - cpu
+        return pending
 
-    def _run(self, order: StepInput) -> StepResult:
+    def collect(self, pending: Pending) -> StepResult:
+        """The step's result, for which this waits; those launched before it are settled too. Raises WorkerError, or EngineDiedError
+        when the GPU is broken."""
+        if pending.later is None:
+            return pending.result
+        cpu, started = self._clock(), time.perf_counter()
+        try:
+            self._in_flight.settle(pending)
+        except Exception as error:
+            raise _failure(pending.result.step_id, error) from error
+        phases = pending.result.phases
+        phases["wait"] = time.perf_counter() - started
+        phases["cpu"] += self._clock() - cpu
+        return pending.result
+
+    def _launch(self, order: StepInput) -> Pending:
         model, layout = self._loaded()
-        if self._kv is None:
+        if self._computer is None:
             raise WorkerError("the K/V cache is not allocated")
-        started = time.perf_counter()
+        if order.features is not None or order.settings or order.drafts:
+            self._in_flight.settle()  # plugins may look at all tokens
+        began = time.perf_counter()
         result = StepResult(step_id=order.step_id, sampled={})
-        self._apply(order, result)
-        runs = self._runs(order, result)
+        self._book.apply(order, result, layout.block_size)
+        runs = self._book.runs(order, result, layout.block_size, model.spec.vocab_size)
+        pending = Pending(result)
         if not runs:
-            return result
+            return pending
         attention = self._attention(model, layout, result)
-        forward = batch.build(runs, layout)
-        forward.attention.prepared = attention.prepare(forward.attention)
-        prepared = time.perf_counter()
-        hidden = model.forward(forward, self._kv, attention)
-        ran = time.perf_counter()
-
-        starts = forward.attention.query_start
-        prompt_rows, head_calls = self._prompt_logprobs(runs, starts, hidden, result)
-        prompted = time.perf_counter()
-        tiles = _sampling_tiles(runs)
-        result.flops = batch.flops(runs, layout, model.spec, prompt_rows + sum(run.rows for run in runs))
-        result.bytes_moved = batch.bytes_moved(runs, layout, model.spec, head_calls + len(tiles))
-        firsts = [run.request.computed for run in runs]
-        for request, n, _ in runs:
-            request.computed += n
-        in_head = 0.0
-        for some in tiles:
-            head_started = time.perf_counter()
-            rows = [row for i in some for row in range(starts[i + 1] - runs[i].drafts - 1, starts[i + 1])]
-            logits = self._head(hidden if len(rows) == len(hidden) else hidden[rows])
-            in_head += time.perf_counter() - head_started
-            self._sample(logits, [runs[i] for i in some], result)
+        self._computer.run(runs, pending, attention, began)
         self._told_attention = attention
-        result.phases = {
-            "prepare": prepared - started,
-            "forward": ran - prepared,
-            "logits": in_head,
-            "sample": time.perf_counter() - prompted - in_head,
-        }
-        if prompt_rows:
-            result.phases["prompt_logprobs"] = prompted - ran
-        if any(run.request.hooks.drafts_after_step for run in runs):
-            sampled = time.perf_counter()
-            self._propose(runs, firsts, starts, hidden, result, sampled - started)
-            result.phases["draft"] = time.perf_counter() - sampled
-        return result
-
-    def _propose(
-        self, runs: list[Run], firsts: list[int], starts: list[int], hidden: torch.Tensor, result: StepResult, seconds: float
-    ) -> None:
-        """Fill `result.drafts`. firsts: what each request had computed before the step."""
-        ran = []
-        for run, first, start in zip(runs, firsts, starts, strict=False):
-            request = run.request
-            if request.request_id in result.errors:
-                continue
-            rows = hidden[start : start + request.computed - first]
-            ran.append(Ran(request, first, rows, run.drafts, len(result.sampled.get(request.request_id, ()))))
-        step = StepRan(
-            runs=ran,
-            most=self.config.scheduler.max_drafts,
-            num_requests=len(runs),
-            num_tokens=starts[-1],
-            decode_only=all(first >= run.request.num_prompt_tokens for run, first in zip(runs, firsts, strict=True)),
-            seconds=seconds,
-        )
-        result.drafts, errors = after.propose(step, self.plugins.order)
-        for request_id, error in errors.items():
-            result.sampled.pop(request_id, None)
-            result.logprobs.pop(request_id, None)
-            self._fail(request_id, error, result)
+        return pending
 
     def _attention(self, model: CausalModel, layout: KVLayout, result: StepResult) -> AttentionBackend:
         """The backend for this step; the result says so when it is another one than before."""
@@ -282,172 +241,9 @@ class ModelRunner:
             result.kernels = Kernels(attention=attention.name, lossless=lossless, reason=reason, error=told)
         return attention
 
-    def _apply(self, order: StepInput, result: StepResult) -> None:
-        for request_id in order.dropped:
-            self._requests.pop(request_id, None)
-            self._failed.pop(request_id, None)
-            self.plugins.removed(request_id)
-        self.plugins.configure(order.settings)
-        for new in order.new:
-            self._add(new, result)
-        for request_id, blocks in order.new_blocks.items():
-            if request_id in self._requests:
-                self._requests[request_id].blocks.extend(blocks)
-                self._handed_out(blocks)
-        if order.features is not None:
-            self._switch(order.features, result)
-        self.plugins.release()
 
-    def _handed_out(self, blocks: list[int]) -> None:
-        for side in self.plugins.sides:
-            side.handed_out(blocks)
-
-    def _switch(self, features: tuple[str, ...], result: StepResult) -> None:
-        """A plugin that can't be loaded here fails the step: the engine then switches it off again."""
-        before = self.plugins.switch(features)
-        if before == self.plugins.features:
-            return
-        for request in self._requests.values():
-            if request.request_id in self._failed:
-                continue
-            try:
-                for impl in self.plugins.move(request, before):
-                    impl(request=request, worker=self._context)
-            except TokenbusError as error:
-                self._fail(request.request_id, error, result)
-
-    def _add(self, new: WorkerRequest, result: StepResult) -> None:
-        try:
-            request = WorkerRequestState(new, self.plugins.added(new))
-            self._requests[new.request_id] = request
-            self._handed_out(request.blocks[new.num_computed // self._loaded()[1].block_size :])
-            for impl in request.hooks.worker_request_added:
-                impl(request=request, worker=self._context)
-        except TokenbusError as error:
-            self._fail(new.request_id, error, result)
-
-    def _fail(self, request_id: str, error: TokenbusError, result: StepResult) -> None:
-        error.request_id = request_id
-        log.warning(
-            "request_failed_on_worker", request_id=request_id, error=error.message, plugin=error.plugin, hook=error.hook
-        )
-        self._failed[request_id] = result.errors[request_id] = error.to_wire()
-
-    def _runs(self, order: StepInput, result: StepResult) -> list[Run]:
-        """What can be run of the order; the rest are errors of their requests."""
-        model, layout = self._loaded()
-        block_size, vocab_size = layout.block_size, model.spec.vocab_size
-        runs = []
-        for request_id, count in order.num_tokens.items():
-            if request_id in self._failed:
-                result.errors[request_id] = self._failed[request_id]
-                continue
-            request = self._requests.get(request_id)
-            drafts = order.drafts.get(request_id, [])
-            end = count if request is None else request.computed + count
-            if request is None:
-                problem = "is unknown to the worker"
-            elif count < 1 or (end != len(request.tokens) + len(drafts) if drafts else end > len(request.tokens)):
-                problem = f"can't run {count} tokens: {request.computed} of {len(request.tokens)} are computed"
-            elif end > len(request.blocks) * block_size:
-                problem = f"has blocks for {len(request.blocks) * block_size} tokens, but {end} are to be written"
-            elif drafts and max(drafts) >= vocab_size:
-                problem = f"has a draft {max(drafts)} beyond the vocabulary of {vocab_size} tokens"
-            else:
-                request.tokens.extend(drafts)
-                runs.append(Run(request, count, len(drafts)))
-                continue
-            self._fail(request_id, WorkerError(f"request {request_id} {problem}"), result)
-        return runs
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocab_size], contiguous, on the CPU, ours to change."""
-        logits = self._loaded()[0].logits(hidden)
-        plain = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.is_contiguous()
-        return logits if plain else logits.to("cpu", torch.float32).contiguous()
-
-    def _sample(self, logits: torch.Tensor, runs: list[Run], result: StepResult) -> None:
-        """One token for each row of `runs`; a request gets those up to the first that isn't the draft at its place."""
-        parts: list[tuple[Run, int]] = []
-        """Runs and their first row."""
-        rows: list[SampleRow] = []
-        kept: list[int] = []
-        start = 0
-        for run in runs:
-            request, known = run.request, len(run.request.tokens) - run.drafts
-            if request.request_id not in result.errors:
-                parts.append((run, len(rows)))
-                rows.extend(SampleRow(request, known + i, drafts=i) for i in range(run.drafts + 1))
-                kept.extend(range(start, start + run.drafts + 1))
-            start += run.drafts + 1
-        if len(kept) < start:
-            logits = logits[kept]
-        if not rows:
-            return
-        firsts = {run.request.request_id: logits[row].clone() for run, row in parts if run.drafts}
-        outcome = sampler.sample(logits, rows, self.plugins.order)
-        for run, row in parts:
-            request = run.request
-            known = len(request.tokens) - run.drafts
-            tokens, entries = outcome.token_ids[row : row + run.drafts + 1], outcome.logprobs[row : row + run.drafts + 1]
-            error = outcome.errors.get(request.request_id)
-            if run.drafts:
-                drafts = request.tokens[known:]
-                del request.tokens[known:]
-                if error is not None:  # of a row behind a wrong draft, maybe, which would not have been
-                    alone = sampler.sample(firsts[request.request_id][None], [SampleRow(request, known)], self.plugins.order)
-                    error, tokens, entries = alone.errors.get(request.request_id), alone.token_ids, alone.logprobs
-                else:
-                    right = next((i for i, draft in enumerate(drafts) if draft != tokens[i]), len(drafts))
-                    tokens, entries = tokens[: right + 1], entries[: right + 1]
-            if error is not None:
-                self._fail(request.request_id, error, result)
-                continue
-            request.tokens.extend(tokens)
-            if run.drafts:
-                request.computed = len(request.tokens) - 1
-                del request.blocks[-(-len(request.tokens) // self._loaded()[1].block_size) :]
-            result.sampled[request.request_id] = tokens
-            if entries[0] is not None:
-                result.logprobs[request.request_id] = [entry for entry in entries if entry is not None]
-
-    def _prompt_logprobs(self, runs: list[Run], starts: list[int], hidden: torch.Tensor, result: StepResult) -> tuple[int, int]:
-        """Fill `result.prompt_logprobs`. Returns rows and calls of the LM head."""
-        num_rows = num_calls = 0
-        for run, start in zip(runs, starts, strict=False):
-            request = run.request
-            if not request.prompt_logits:
-                continue
-            count = min(run.n, request.num_prompt_tokens - 1 - request.computed)
-            entries: list[TokenLogprobs] = []
-            for first in range(0, count, PROMPT_TILE):
-                size = min(PROMPT_TILE, count - first)
-                position = request.computed + first + 1
-                rows = [SampleRow(request, position + i, is_prompt=True) for i in range(size)]
-                logits = self._head(hidden[start + first : start + first + size])
-                known = request.tokens[position : position + size]
-                given, errors = sampler.prompt_logprobs(logits, rows, known, self.plugins.order)
-                num_rows, num_calls = num_rows + size, num_calls + 1
-                if errors:
-                    self._fail(request.request_id, errors[request.request_id], result)
-                    break
-                entries.extend(entry for entry in given if entry is not None)
-            else:
-                if entries:
-                    result.prompt_logprobs[request.request_id] = entries
-        return num_rows, num_calls
-
-
-def _sampling_tiles(runs: Sequence[Run]) -> list[list[int]]:
-    """Indices of the runs that sample, in groups of at most SAMPLE_TILE rows (a run with more drafts is a group of its own)."""
-    tiles: list[list[int]] = []
-    room = 0
-    for i, run in enumerate(runs):
-        if not run.rows:
-            continue
-        if run.rows > room:
-            tiles.append([])
-            room = SAMPLE_TILE
-        tiles[-1].append(i)
-        room -= run.rows
-    return tiles
+def _failure(step_id: int, error: Exception) -> TokenbusError:
+    """Of a step, as the engine is told. A device that broke does nothing for this process any more: another one must be started."""
+    log.error("step_failed", step_id=step_id, exc_info=error)
+    text = f"step {step_id} failed: {type(error).__name__}: {plain_text(error)}"
+    return EngineDiedError(f"the GPU broke: {text}") if device_broke(error) else WorkerError(text)

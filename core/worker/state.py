@@ -14,18 +14,35 @@ if TYPE_CHECKING:
     from ..plan import WorkerRequest
 
 
+UNKNOWN = -1
+"""In `tokens`: sampled on a device, and not known here yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class FusedFilters:
+    """What a plugin's `filter_logits` does to a request's rows, in numbers that a sampling kernel knows: in this order, each on what the
+    one before left, renormalised; of equally likely tokens the one with the lower id counts as more likely."""
+
+    top_k: int = 0
+    """Tokens that are kept; 0: all."""
+    top_p: float = 1.0
+    """Of the shortest run of most likely tokens that is kept (at least one), the probability; 1: all."""
+    min_p: float = 0.0
+    """Tokens less likely than this, times the most likely one, go; 0: none."""
+
+
 class WorkerRequestState:
     """The worker's own copy of a request; plugins write only `stash`."""
 
     __slots__ = (
-        "blocks", "choice", "computed", "fields", "hooks", "num_prompt_tokens", "pinned", "prompt_logits", "request_id", "seed", "stash",
-        "temperature", "tokens",
+        "blocks", "choice", "computed", "fields", "fused", "hooks", "num_prompt_tokens", "pinned", "prompt_logits", "request_id", "seed",
+        "stash", "temperature", "tokens",
     )  # fmt: skip
 
     def __init__(self, order: WorkerRequest, hooks: HookTable) -> None:
         self.request_id = order.request_id
         self.tokens: list[int] = list(order.tokens)
-        """Prompt, then output."""
+        """Prompt, then output. With steps on a device in flight the last ones may be UNKNOWN; no hook sees that."""
         self.num_prompt_tokens = order.num_prompt_tokens
         self.computed = order.num_computed
         self.blocks: list[int] = list(order.blocks)
@@ -36,6 +53,8 @@ class WorkerRequestState:
         self.pinned = order.pinned
         self.prompt_logits = order.prompt_logits
         self.hooks = hooks
+        self.fused: FusedFilters | None = None
+        """Its tokens can be sampled on the device, with these filters. None: on the host."""
         self.stash = Stash()
 
     def draw(self, logits: torch.Tensor, position: int) -> int:

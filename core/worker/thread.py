@@ -52,6 +52,8 @@ class ThreadWorker(Worker):
 
     async def execute(self, order: StepInput) -> StepResult:
         turns = self._loaded()
+        if turns.runner.ahead:
+            return await self._lane.call_in_two(lambda: turns.begin(order))
         return await self._lane.call(lambda: turns.run(order))
 
     async def close(self) -> None:

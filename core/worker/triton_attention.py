@@ -10,7 +10,7 @@ from .attention import AttentionBackend, AttentionBatch, AttentionParams
 if TYPE_CHECKING:
     import torch
 
-    from ...kernels.triton.attention import AttentionPlan
+    from ...kernels.triton.attention_plan import AttentionPlan, WorkKey
     from .attention import KVLayout
 
 
@@ -19,6 +19,7 @@ class TritonAttention(AttentionBackend):
 
     name: ClassVar[str] = "triton"
     quantized_kv: ClassVar[bool] = True
+    capturable: ClassVar[bool] = True
 
     def __init__(self, device: torch.device, *, invariant: bool = True) -> None:
         """invariant: tiles and splits are the same for every batch. If not, nothing is promised. Imports Triton."""
@@ -27,6 +28,7 @@ class TritonAttention(AttentionBackend):
 
         self._plan, self._write, self._attend = AttentionPlan, write_kv, paged_attention
         self._device = device
+        self._kinds: dict[int, dict[WorkKey, None]] = {}
         self.invariant = invariant
 
     @staticmethod
@@ -47,7 +49,16 @@ class TritonAttention(AttentionBackend):
         return ""
 
     def prepare(self, batch: AttentionBatch) -> AttentionPlan:
-        return self._plan(batch.query_start, batch.context_len, batch.block_tables, self._device)
+        return self._plan(
+            batch.query_start,
+            batch.context_len,
+            batch.block_tables,
+            self._device,
+            tables=batch.tables,
+            table_rows=batch.table_rows,
+            upload=batch.upload,
+            kinds=self._kinds,
+        )
 
     def attend(
         self,
@@ -63,4 +74,14 @@ class TritonAttention(AttentionBackend):
             batch.prepared = self.prepare(batch)
         plan = cast("AttentionPlan", batch.prepared)
         self._write(k, v, k_cache, v_cache, batch.slots)
-        return self._attend(q, k_cache, v_cache, plan, params.scale, params.window, params.softcap)
+        return self._attend(
+            q,
+            k_cache,
+            v_cache,
+            plan,
+            params.scale,
+            params.window,
+            params.softcap,
+            invariant=self.invariant,
+            longest=plan.longest,
+        )

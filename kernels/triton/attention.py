@@ -41,18 +41,17 @@ scales at their ends would be aligned to 4. `kv_write.py` writes it, `values_and
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from . import configs
 from .attention_kernels import attention_kernel, merge_kernel
+from .attention_plan import AttentionPlan
 from .launch import INTERPRETED, Launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,8 +61,6 @@ SCALE_BYTES = 4
 MAX_HEAD_DIM = 256
 SMALLEST_DOT = 16
 """Of rows, columns and depth of a matrix product on tensor cores."""
-ENOUGH = 128
-"""Programs (query tiles x KV heads) that one request alone keeps a device busy with; with fewer, its splits are spread."""
 INVARIANT, DECODE, PROMPT = "attention_invariant", "attention_decode", "attention_prompt"
 """Names of the tilings in the tables of configs.py."""
 DECODE_ROWS = 32
@@ -130,91 +127,6 @@ def stored_tiling(
 ) -> Tiling:
     """`Tiling.choose` without a config."""
     return Tiling.choose(head_dim, group, dtype, one_byte=one_byte, longest=longest, invariant=invariant)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Work items and merge jobs as the kernels read them (attention_kernels.py), on the device."""
-
-    items: torch.Tensor
-    """int32 [n, 8]."""
-    jobs: torch.Tensor
-    """int32 [m, 4]."""
-    slots: int
-    """Partial results."""
-
-
-class AttentionPlan:
-    """One step's ragged batch: work items are made when first needed, and shared by all layers of the same shape."""
-
-    __slots__ = ("_context_len", "_query_start", "_table_start", "_work", "tables", "tokens")
-
-    def __init__(
-        self,
-        query_start: Sequence[int],
-        context_len: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        device: torch.device,
-    ) -> None:
-        """Request r's new tokens are rows query_start[r] : query_start[r + 1] of q, the last of them at position context_len[r] - 1;
-        block_tables[r]: its blocks in order, enough for context_len[r] tokens. Lists are read here and not kept."""
-        starts, blocks = array("i"), array("i")
-        for table in block_tables:
-            starts.append(len(blocks))
-            blocks.extend(table)
-        self._query_start = np.asarray(query_start, dtype=np.int64)
-        self._context_len = np.asarray(context_len, dtype=np.int64)
-        self._table_start = np.asarray(starts, dtype=np.int64)
-        self.tokens = int(query_start[-1])
-        self.tables = _upload(np.asarray(blocks, dtype=np.int32), device)
-        """int32: all block tables behind each other."""
-        self._work: dict[tuple[int, int, int | None, int], Work] = {}
-
-    def work(self, tokens_per_tile: int, split: int, window: int | None, kv_heads: int) -> Work:
-        key = (tokens_per_tile, split, window, kv_heads)
-        found = self._work.get(key)
-        if found is None:
-            found = self._work[key] = self._make(*key)
-        return found
-
-    def _make(self, tokens_per_tile: int, split: int, window: int | None, kv_heads: int) -> Work:
-        tokens = np.diff(self._query_start)
-        tiles = -(-tokens // tokens_per_tile)
-        request = np.repeat(np.arange(len(tokens)), tiles)
-        first = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens_per_tile
-        row = self._query_start[request] + first
-        count = np.minimum(tokens[request] - first, tokens_per_tile)
-        position = self._context_len[request] - tokens[request] + first
-        begin = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0) // split
-        end = -(-(position + count) // split)
-        spread = (end - begin > 1) & (tiles[request] * kv_heads < ENOUGH)
-
-        parts = np.where(spread, end - begin, 1)
-        slot = np.cumsum(np.where(spread, parts, 0)) - np.where(spread, parts, 0)
-        of = np.repeat(np.arange(len(request)), parts)
-        part = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
-        apart = spread[of]
-        from_split = begin[of] + part
-        to_split = np.where(apart, from_split + 1, end[of])
-        items = np.stack(
-            [
-                row[of], count[of], position[of], self._table_start[request[of]], from_split, to_split,
-                np.where(apart, slot[of] + part, -1), np.zeros_like(of),
-            ],
-            axis=1,
-        )  # fmt: skip
-        items = items[np.argsort(from_split - to_split, kind="stable")]  # the longest first
-        jobs = np.stack([row, count, slot, parts], axis=1)[spread]
-        device = self.tables.device
-        return Work(_upload(items, device), _upload(jobs, device), int(parts[spread].sum()))
-
-
-def _upload(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """int32 on the device, without waiting for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int32))
-    if device.type == "cpu" or not tensor.numel():
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def paged_attention(

@@ -1,6 +1,6 @@
 """Speculative verification on the device: how many drafts of each request are right, and the tokens it gets.
 
-The rule is core/worker/runner.py's, which changes no token: a row samples for every draft and one more, each with its own counted random
+The rule is core/worker/sampling.py's, which changes no token: a row samples for every draft and one more, each with its own counted random
 numbers, and a draft is right when it is the token sampled at its place and all before it are right. A request gets its right drafts and
 the token sampled behind them. (Speculative sampling, https://arxiv.org/abs/2211.17192, accepts more by another rule, and gives another
 token than a run without drafts; with counted numbers this one gives the same.)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from ...core.worker.state import SampleRow
+    from ...core.worker.state import FusedFilters, SampleRow, WorkerRequestState
 
 BINS_PER_LOGIT = 8
 LAST_BIN = 255
@@ -63,6 +63,13 @@ class Truncation(Plugin):
             survivors = values[kept]
             values.fill(-math.inf)
             values[kept] = survivors
+
+    @hookimpl
+    def fused_filters(self, request: WorkerRequestState) -> FusedFilters:
+        from ...core.worker.state import FusedFilters
+
+        fields = request.fields
+        return FusedFilters(fields.get("top_k", 0), fields.get("top_p", 1.0), fields.get("min_p", 0.0))
 
 
 def keep(row: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:

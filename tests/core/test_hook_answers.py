@@ -18,6 +18,7 @@ from tokenbus.core.plan import TokenLogprobs
 from tokenbus.core.plugin import Plugin, PluginInfo
 from tokenbus.core.policy import FcfsPolicy
 from tokenbus.core.request import StopRule
+from tokenbus.core.worker.state import FusedFilters
 from tokenbus.core.worker.torch_attention import TorchAttention
 
 INFO = PluginInfo(name="odd", summary="", scope="step", lossless=True, claims={"x"})
@@ -72,11 +73,15 @@ SENSE: list[tuple[str, Any]] = [
     ("scheduling_policy", FcfsPolicy()),
     ("attention_backend", TorchAttention()),
     ("token_logprobs", [ENTRY, None]),
+    ("fused_filters", FusedFilters()),
+    ("fused_filters", FusedFilters(top_k=7, top_p=0.0, min_p=1)),
 ]
 NONSENSE: list[tuple[str, Any]] = [
     *[("limit_chunk", answer) for answer in (2.5, "3", True, -1, [1], {})],
     *[("stop_rule", answer) for answer in ({1}, 5, StopRule([1]), StopRule(frozenset({"a"})), StopRule(frozenset(), 1.5))],  # type: ignore[arg-type]
     ("stop_rule", StopRule(frozenset(), -1)),
+    *[("fused_filters", answer) for answer in (0, (1, 1.0, 0.0), FusedFilters(-1), FusedFilters(1.5), FusedFilters(True))],  # type: ignore[arg-type]
+    *[("fused_filters", FusedFilters(0, *shares)) for shares in ((1.1,), (float("nan"),), ("1",), (1.0, -0.1), (1.0, False))],  # type: ignore[arg-type]
     *[("wants_prompt_logits", answer) for answer in (1, "yes", [], Hostile())],
     *[("match_prefix", answer) for answer in ([USED], Hostile(), PrefixMatch([FREE], 4), PrefixMatch([USED], 3))],
     *[("match_prefix", PrefixMatch(blocks, 4 * len(blocks))) for blocks in ([8], [-1], ["0"], [True], [USED, USED], [USED] * 3)],

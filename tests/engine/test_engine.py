@@ -3,12 +3,13 @@ from __future__ import annotations
 import time
 
 import anyio
+import msgspec
 import pytest
 from engine_fakes import BREAK, EOS, FAIL_STEP, WORKER_DIES, FakeWorker, following
 from engine_harness import engine, request
 
 from tokenbus.core.config import SchedulerConfig
-from tokenbus.core.errors import EngineDiedError, FieldError, NotFoundError
+from tokenbus.core.errors import EngineDiedError, FieldError, NotFoundError, StepMemoryError
 from tokenbus.core.messages import Cancel, Failed, Heartbeat, Query, Shutdown
 from tokenbus.core.plan import StepInput, StepPlan, StepResult
 
@@ -241,3 +242,31 @@ async def _beats(channel, count: int):
         if isinstance(message, Heartbeat):
             seen += 1
             yield message
+
+
+class Tight(FakeWorker):
+    """Has memory for steps of `most` tokens."""
+
+    most = 6
+
+    async def execute(self, order: StepInput) -> StepResult:
+        if sum(order.num_tokens.values()) > self.most:
+            self._run(msgspec.structs.replace(order, num_tokens={}))
+            raise StepMemoryError(f"there is no memory for a step of {sum(order.num_tokens.values())} tokens")
+        return await super().execute(order)
+
+
+async def test_a_device_without_memory_gets_smaller_steps():
+    """No request ends for it, but one that can't run alone."""
+    async with engine(worker=Tight()) as e:
+        prompts = {name: [30 * i + 1, 30 * i + 2] for i, name in enumerate("abcdefgh")}
+        await e.add(*(request(name, prompt, 7) for name, prompt in prompts.items()), request("long", [1] * 7, 2))
+        await e.until_finished(*prompts, "long")
+        assert e.tokens == {name: following(prompt, 7) for name, prompt in prompts.items()}
+        assert e.finished["long"].error.kind == "StepMemoryError"
+        assert (
+            "a request can't run, not even alone: there is no memory for a step of 7 tokens" in e.finished["long"].error.message
+        )
+        assert max(sum(order.num_tokens.values()) for order in e.worker.orders) <= Tight.most
+        assert (await e.query("integrity"))["ok"]
+        assert (await e.query("stats"))["free_blocks"] == 64

@@ -241,6 +241,7 @@ ACTOR = {
         "worker_request_added",
         "adjust_logits",
         "filter_logits",
+        "fused_filters",
         "token_logprobs",
         "drafts_after_step",
     },

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tokenbus.kernels.triton import attention
-from tokenbus.kernels.triton.attention import INTERPRETED, AttentionPlan, Tiling, Work, launches, paged_attention
+from tokenbus.kernels.triton import attention, attention_plan
+from tokenbus.kernels.triton.attention import INTERPRETED, AttentionPlan, Tiling, launches, paged_attention
+from tokenbus.kernels.triton.attention_plan import Work
 from tokenbus.kernels.triton.kv_write import write_kv
 
 from .paged import BF16, DEVICE, F16, F32, FP8, SMALL, Case, same
@@ -166,7 +167,7 @@ def test_same_bits_whether_splits_are_spread_or_not(window, monkeypatch):
     steps = [{0: 133}, {0: 6}, {0: 1}]
     found = []
     for enough in (0, 1 << 30):
-        monkeypatch.setattr(attention, "ENOUGH", enough)
+        monkeypatch.setattr(attention_plan, "ENOUGH", enough)
         plan = AttentionPlan([0, 1], [140], [[0] * 9], DEVICE)
         work = plan.work(8, 64, window, 2)
         assert (work.slots > 0) == (enough > 0)
@@ -178,7 +179,7 @@ def test_same_bits_whether_splits_are_spread_or_not(window, monkeypatch):
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("enough", [0, 40, 1 << 30])
 def test_work_goes_over_what_each_row_sees_once_and_in_order(window, enough, monkeypatch):
-    monkeypatch.setattr(attention, "ENOUGH", enough)
+    monkeypatch.setattr(attention_plan, "ENOUGH", enough)
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(1, 60, (20,), generator=g)
     lengths = tokens + torch.randint(0, 400, (20,), generator=g)

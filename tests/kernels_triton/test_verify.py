@@ -21,7 +21,7 @@ def ragged(drafts, sampled, *, ids=torch.int64, starts=torch.int32):
 
 
 def rule(drafts, tokens):
-    """core/worker/runner.py: the tokens up to the first that is not the draft at its place."""
+    """core/worker/sampling.py: the tokens up to the first that is not the draft at its place."""
     right = next((i for i, draft in enumerate(drafts) if draft != tokens[i]), len(drafts))
     return tokens[: right + 1]
 

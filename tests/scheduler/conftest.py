@@ -308,10 +308,17 @@ class Harness:
 
     def fail_step(self, error: ErrorInfo) -> None:
         """The step that computes fails as a whole: with it, the worker has taken over nothing but its requests."""
+        self.take(self.scheduler.fail_step(self._taken_over(), error, self.now))
+
+    def no_memory(self, error: ErrorInfo) -> None:
+        """The worker has no memory for the step that computes."""
+        self.take(self.scheduler.relieve(self._taken_over(), error, self.now))
+
+    def _taken_over(self) -> StepPlan:
         plan, order = self.flights.popleft()
         self.worker.execute(msgspec.structs.replace(order, num_tokens={}, drafts={}))
         self.worker.failed = True
-        self.take(self.scheduler.fail_step(plan, error, self.now))
+        return plan
 
     def check(self) -> None:
         self.scheduler.check_integrity()

@@ -41,7 +41,8 @@ def random_operations(rng: random.Random, count: int, longest: int) -> list[tupl
     operations: list[tuple] = []
     for _ in range(count):
         kind = rng.choices(
-            ["add", "step", "cancel", "cancel while it computes", "switch", "error", "fail step"], [40, 40, 4, 4, 8, 2, 1]
+            ["add", "step", "cancel", "cancel while it computes", "switch", "error", "fail step", "no memory"],
+            [40, 40, 4, 4, 8, 2, 1, 2],
         )[0]
         match kind:
             case "add":
@@ -54,7 +55,7 @@ def random_operations(rng: random.Random, count: int, longest: int) -> list[tupl
                 operation = (rng.randrange(40), rng.choice(["cancelled", "stop", "deadline"]))
             case "switch":
                 operation = (rng.choice(SWITCHABLE), rng.random() < 0.6)
-            case "fail step":
+            case "fail step" | "no memory":
                 operation = ()
             case _:
                 operation = (rng.randrange(40),)
@@ -118,6 +119,13 @@ class Script:
             COVERED["failed with another behind"] += len(h.flights) > 1
             h.fail_step(ErrorInfo(kind="WorkerError", message="x"))
 
+    def no_memory(self) -> None:
+        h = self.h
+        if h.plan():
+            COVERED["no memory"] += 1
+            COVERED["no memory with another behind"] += len(h.flights) > 1
+            h.no_memory(ErrorInfo(kind="StepMemoryError", message="x"))
+
     def run(self, operation: tuple) -> None:
         kind, *arguments = operation
         getattr(self, kind.replace(" ", "_"))(*arguments)
@@ -140,7 +148,13 @@ class Script:
             if finish.reason == "length":
                 assert len(tokens) == min(self.max_tokens[name], longest - self.sizes[name])
             elif finish.reason == "error":
-                assert finish.error.kind in {"DeadlineError", "PluginError", "WorkerError", "ContextLengthError"}
+                assert finish.error.kind in {
+                    "DeadlineError",
+                    "PluginError",
+                    "WorkerError",
+                    "StepMemoryError",
+                    "ContextLengthError",
+                }
             else:
                 assert finish.reason in {"cancelled", "stop"}
 
@@ -183,6 +197,9 @@ def test_random_operations(harness) -> None:
     check_random_operations(harness)
     assert COVERED["length"] > 500
     assert COVERED["ahead"] > 1000
-    assert min(COVERED[name] for name in ("run in vain", "failed with another behind")) > 10, COVERED
+    assert min(COVERED[name] for name in ("run in vain", "failed with another behind", "no memory with another behind")) > 10, (
+        COVERED
+    )
     assert min(COVERED[f"waited: {why}"] for why in ("blocks", "displacing", "policy", "switches", "failed")) > 5, COVERED
-    assert min(COVERED[name] for name in ("preempted", "hit tokens", "evicted", "cancelled", "stop", "error")) > 10, COVERED
+    ends = ("preempted", "hit tokens", "evicted", "cancelled", "stop", "error", "no memory")
+    assert min(COVERED[name] for name in ends) > 10, COVERED
