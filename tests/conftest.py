@@ -32,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     structlog.configure = lambda *args, **kwargs: configure(*args, **{**kwargs, "cache_logger_on_first_use": False})
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Bytes may hold the time (gzip, WAV), and names must be the same in every process that runs tests."""
+    return f"{len(val)} bytes" if isinstance(val, bytes) else None
+
+
 def on_a_gpu() -> bool:
     """Triton kernels run on a GPU here: there is one, and they are not interpreted (scripts/gpu sets TRITON_INTERPRET=0)."""
     return os.environ["TRITON_INTERPRET"] != "1" and torch.cuda.is_available()
