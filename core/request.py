@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .media import MediaItem
 from .plugin import Stash
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class AdmittedRequest(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     choice: int = 0
     """Index among the n choices of one API request; part of the random key."""
+    media: tuple[MediaItem, ...] = ()
+    """Pictures and sounds among the prompt's tokens, in order. The prompt's ids at their places are placeholders."""
     fields: dict[str, Any] = {}
     """Plugin-claimed fields that ask for something, normalised by the claiming plugin's `check_fields`."""
     features: tuple[str, ...] = ()

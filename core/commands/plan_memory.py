@@ -10,7 +10,7 @@ from ..config import Config
 from ..host import PluginHost, make_host
 from ..kv.sizing import free_memory, plan
 from ..models.resolve import ResolvedModel, resolve
-from ..models.sizing import ModelSize, model_size, plain_layout
+from ..models.sizing import ModelSize, model_size, plain_layout, tower_bytes
 
 
 def run(arguments: argparse.Namespace, config: Config) -> int:
@@ -62,10 +62,11 @@ def _with_plugins(resolved: ResolvedModel, config: Config, host: PluginHost, on:
     layout = choose_layout(
         host, on, resolved.name, plain_layout(resolved, settings.dtype, settings.device, config.cache.block_size)
     )
+    tower = tower_bytes(resolved, size.dtype) if host.table(host.residents(on)).media_encoder else 0
     sides = choose_sides(host, host.residents(on), resolved.name, settings.dtype, config.cache.block_size)
     return dataclasses.replace(
         size,
-        weights_bytes=size.weights_bytes + sum(side.weights_bytes for side in sides),
+        weights_bytes=size.weights_bytes + tower + sum(side.weights_bytes for side in sides),
         kv_bytes_per_token=layout.bytes_per_token + sum(side.kv_bytes_per_token for side in sides),
-        fixed_bytes=sum(side.fixed_bytes for side in sides),
+        fixed_bytes=(config.cache.encoder_memory_mb << 20 if tower else 0) + sum(side.fixed_bytes for side in sides),
     )

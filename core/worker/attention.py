@@ -34,6 +34,8 @@ class KVLayout:
     """Of the activations, and of K and V as they are given to attention."""
     device: torch.device
     quantized: bool = False
+    looks_ahead: bool = False
+    """Batches may have an `AttentionBatch.reach`. A backend without `looks_ahead` is not used with such layouts."""
 
     def __post_init__(self) -> None:
         odd = [d for d in self.head_dim if d % SCALE_BYTES]
@@ -76,6 +78,9 @@ class AttentionBatch:
     """Each request's blocks in order; covers at least context_len tokens."""
     slots: torch.Tensor
     """int64 [T]: where each new token's K/V goes: block_id * block_size + offset."""
+    reach: torch.Tensor | None = None
+    """int64 [T]: row at position i sees positions below reach (i < reach <= context_len), not only up to i; a window still ends at
+    i - window. For spans whose tokens attend to each other in both directions. None: all rows see up to themselves."""
     prepared: Any = None
     """Whatever the backend's `prepare` returned."""
 
@@ -88,6 +93,8 @@ class AttentionBackend(ABC):
     """Holds the determinism contract: a row's result depends on its own position and K/V as stored only, bit by bit."""
     quantized_kv: ClassVar[bool] = False
     """Serves layouts that are `quantized`. If not, it is not used with them, and the plugin it is from goes off with a reason."""
+    looks_ahead: ClassVar[bool] = False
+    """Serves layouts that are `looks_ahead`. If not, it is not used with them: core's computes in its place."""
 
     @property
     def inner(self) -> AttentionBackend:

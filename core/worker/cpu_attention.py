@@ -27,6 +27,8 @@ class CpuAttention(AttentionBackend):
 
     @staticmethod
     def serves(layout: KVLayout) -> bool:
+        if layout.looks_ahead:
+            return False
         return layout.device.type == "cpu" and layout.dtype in (torch.float32, torch.bfloat16) and lib.load() is not None
 
     def prepare(self, batch: AttentionBatch) -> FlatBatch:

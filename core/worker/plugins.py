@@ -10,7 +10,7 @@ import structlog
 
 from ..errors import TokenbusError, plain_text
 from ..host import HookTable, Impl, PluginHost
-from ..models.slot import choose_layout, choose_linears, choose_sides
+from ..models.slot import choose_encoder, choose_layout, choose_linears, choose_sides
 from ..plan import WorkerRequest
 from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
 from .state import WorkerRequestState
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..models.linears import Linears, ModelToLoad
+    from ..models.media import MediaCheckpoint, MediaEncoder
     from .side import SideModel
 
 log = structlog.get_logger(__name__)
@@ -51,6 +52,10 @@ class WorkerPlugins:
     def make_sides(self, model: str, dtype: str, block_size: int) -> None:
         """Fill `sides`; nothing of theirs is loaded yet."""
         self.sides = choose_sides(self.host, self._residents, model, dtype, block_size)
+
+    def encoder(self, checkpoint: MediaCheckpoint) -> MediaEncoder | None:
+        """What encodes the model's media; see `slot.choose_encoder`."""
+        return choose_encoder(self.host, self._residents, checkpoint)
 
     def added(self, order: WorkerRequest) -> HookTable:
         """The request's hooks. Raises PluginLoadError when one of its plugins can't be loaded here."""
@@ -125,6 +130,9 @@ class WorkerPlugins:
             if backend is not None and layout.quantized and not backend.quantized_kv:
                 self.slot_error = impl.failure(f"{backend.name!r} can't read the int8 K/V cache that another plugin asks for")
                 log.error("attention_backend_refused", plugin=holder, error=self.slot_error.message)
+                return None
+            if backend is not None and layout.looks_ahead and not backend.looks_ahead:
+                log.warning("attention_backend_not_used", plugin=holder, reason="the model's media attend in both directions")
                 return None
             if backend is not None:
                 return GuardedAttention(backend, impl)

@@ -17,12 +17,13 @@ class TorchAttention(AttentionBackend):
     name: ClassVar[str] = "torch"
     invariant: ClassVar[bool] = True
     quantized_kv: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._scratch = Scratch()
 
     def prepare(self, batch: AttentionBatch) -> RaggedPlan:
-        return RaggedPlan(batch.query_start, batch.context_len, batch.block_tables, batch.slots, self._scratch)
+        return RaggedPlan(batch.query_start, batch.context_len, batch.block_tables, batch.slots, self._scratch, batch.reach)
 
     def attend(
         self,

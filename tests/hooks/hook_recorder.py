@@ -228,6 +228,7 @@ ACTOR = {
     "worker": {
         "quantization",
         "kv_layout",
+        "media_encoder",
         "side_model",
         "attention_backend",
         "worker_request_added",
