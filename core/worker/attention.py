@@ -39,6 +39,8 @@ class KVLayout:
     stored: Stored = ""
     invariant: bool = True
     """The model keeps rows independent of their batch, and asks attention for it. False: a backend may do what is faster."""
+    looks_ahead: bool = False
+    """Batches may have an `AttentionBatch.reach`. A backend without `looks_ahead` is not used with such layouts."""
 
     def __post_init__(self) -> None:
         odd = [d for d in self.head_dim if d % SCALE_BYTES]
@@ -93,6 +95,9 @@ class AttentionBatch:
     """Each request's blocks in order; covers at least context_len tokens."""
     slots: torch.Tensor
     """int64 [T]: where each new token's K/V goes: block_id * block_size + offset."""
+    reach: torch.Tensor | None = None
+    """int64 [T]: row at position i sees positions below reach (i < reach <= context_len), not only up to i; a window still ends at
+    i - window. For spans whose tokens attend to each other in both directions. None: all rows see up to themselves."""
     prepared: Any = None
     """Whatever the backend's `prepare` returned."""
 
@@ -106,6 +111,8 @@ class AttentionBackend(ABC):
     quantized_kv: ClassVar[bool] = False
     """Serves layouts that are `quantized`; one that serves not all of them answers None for those. If not, it is not used with them, and
     the plugin it is from goes off with a reason."""
+    looks_ahead: ClassVar[bool] = False
+    """Serves layouts that are `looks_ahead`. If not, it is not used with them: core's computes in its place."""
 
     @property
     def inner(self) -> AttentionBackend:

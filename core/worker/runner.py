@@ -2,6 +2,7 @@
 
 run(order)
   apply      dropped, new, new_blocks, features
+  encode     what the model's encoder makes of pictures and sounds that begin here                 (encoder.py)
   prepare    token ids, positions, slots, block tables of all runs behind each other       (batch.build)
   forward    the model, all tokens
   logits     LM head on the rows that sample: of each request whose last known token was run, that one's and its drafts'
@@ -34,6 +35,7 @@ from . import after, batch
 from .attention import AttentionBackend, KVLayout
 from .base import WorkerInfo
 from .batch import Run
+from .encoder import WorkerMedia, media_of
 from .paged import make_cache
 from .plugins import WorkerPlugins
 from .side import Beside, Ran, StepRan
@@ -95,6 +97,7 @@ class ModelRunner:
         self._model: CausalModel | None = None
         self._layout: KVLayout | None = None
         self._kv: KVCache | None = None
+        self._media: WorkerMedia | None = None
         self.vocabulary = vocabulary or LazyVocabulary(config.model.model, lambda: self._loaded()[0].spec)
         self._context = WorkerContext(self.vocabulary)
         self._told_attention: AttentionBackend | None = None
@@ -111,6 +114,7 @@ class ModelRunner:
         name, model = self._loader(self.config, self.plugins.linears)
         weights_done = time.perf_counter()
         self._model = model
+        self._media = self._load_media(model)
         self._layout = layout = self.plugins.kv_layout(name, model.kv_layout(self.config.cache.block_size))
         lossless, reason = self._lossless(model, layout)
         attention = self.plugins.attention(layout)
@@ -127,9 +131,9 @@ class ModelRunner:
             vocab_size=spec.vocab_size,
             max_model_len=spec.max_model_len,
             eos_token_ids=spec.eos_token_ids,
-            weights_bytes=spec.weights_bytes + sum(side.weights_bytes for side in sides),
+            weights_bytes=spec.weights_bytes + sum(s.weights_bytes for s in (*sides, *([self._media] if self._media else ()))),
             kv_bytes_per_token=layout.bytes_per_token + sum(side.kv_bytes_per_token for side in sides),
-            free_bytes=max(0, free_memory() - sum(side.fixed_bytes for side in sides)),
+            free_bytes=max(0, free_memory() - sum(s.fixed_bytes for s in (*sides, *([self._media] if self._media else ())))),
             lossless=lossless,
             lossless_reason=reason,
             phases={
@@ -167,6 +171,13 @@ class ModelRunner:
         )
         for side in self.plugins.sides:
             side.load(beside)
+
+    def _load_media(self, model: CausalModel) -> WorkerMedia | None:
+        encoder = None if model.beside is None else self.plugins.encoder(model.beside)
+        if encoder is None:
+            return None
+        model.take_media(looks_ahead=encoder.looks_ahead)
+        return WorkerMedia(encoder, self.config.cache.encoder_memory_mb << 20)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the K/V tensors."""
@@ -207,10 +218,16 @@ class ModelRunner:
         result = StepResult(step_id=order.step_id, sampled={})
         self._apply(order, result)
         runs = self._runs(order, result)
+        encoded = started
+        if self._media is not None:
+            runs = self._encode(runs, result)
+            encoded = time.perf_counter()
         if not runs:
             return result
         attention = self._attention(model, layout, result)
         forward = batch.build(runs, layout)
+        if self._media is not None:
+            self._media.attach(forward, runs)
         forward.attention.prepared = attention.prepare(forward.attention)
         prepared = time.perf_counter()
         hidden = model.forward(forward, self._kv, attention)
@@ -225,6 +242,8 @@ class ModelRunner:
         firsts = [run.request.computed for run in runs]
         for request, n, _ in runs:
             request.computed += n
+            if request.media is not None:
+                request.media.release(request.computed)
         in_head = 0.0
         for some in tiles:
             head_started = time.perf_counter()
@@ -234,11 +253,13 @@ class ModelRunner:
             self._sample(logits, [runs[i] for i in some], result)
         self._told_attention = attention
         result.phases = {
-            "prepare": prepared - started,
+            "prepare": prepared - encoded,
             "forward": ran - prepared,
             "logits": in_head,
             "sample": time.perf_counter() - prompted - in_head,
         }
+        if encoded > started:
+            result.phases["encode"] = encoded - started
         if prompt_rows:
             result.phases["prompt_logprobs"] = prompted - ran
         if any(run.request.hooks.drafts_after_step for run in runs):
@@ -320,6 +341,8 @@ class ModelRunner:
         try:
             request = WorkerRequestState(new, self.plugins.added(new))
             self._requests[new.request_id] = request
+            if new.media:
+                request.media = media_of(new, self._media)
             self._handed_out(request.blocks[new.num_computed // self._loaded()[1].block_size :])
             for impl in request.hooks.worker_request_added:
                 impl(request=request, worker=self._context)
@@ -359,6 +382,20 @@ class ModelRunner:
                 continue
             self._fail(request_id, WorkerError(f"request {request_id} {problem}"), result)
         return runs
+
+    def _encode(self, runs: list[Run], result: StepResult) -> list[Run]:
+        """Have ready what the runs need of the encoder; the rest are errors of their requests."""
+        assert self._media is not None
+        ready = []
+        for run in runs:
+            try:
+                self._media.load(run)
+            except TokenbusError as error:
+                self._fail(run.request.request_id, error, result)
+                continue
+            ready.append(run)
+        self._media.count(result.counters)
+        return ready
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab_size], contiguous, on the CPU, ours to change."""

@@ -38,7 +38,9 @@ class Full(FcfsPolicy):
 
 
 class Unsure(TorchAttention):
-    invariant: Any = "yes"
+    def __init__(self) -> None:
+        super().__init__()
+        self.invariant: Any = "yes"
 
 
 class Hostile:
