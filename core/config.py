@@ -73,11 +73,16 @@ class CacheConfig(Section, frozen=True):
     """Of what is free after the weights (on a GPU: and beside the largest step); default: 0.25 on the CPU, 0.9 on a GPU."""
     num_blocks: PositiveInt | None = None
     """Blocks in the pool, instead of a size in bytes (for tests)."""
+    encoder_memory_mb: PositiveInt = 256
+    """MiB for what encoders made of pictures and sounds, which are found again by content. Taken only with a model that reads media."""
 
 
 class SchedulerConfig(Section, frozen=True):
     token_budget: PositiveInt = 2048
     """Tokens a step runs at most (a whole prompt may pass it when chunked prefill is off)."""
+    encoder_budget: PositiveInt = 4096
+    """Tokens of pictures and sounds that begin in a step at most, which is what it may have to encode; one larger one runs alone. Prompts
+    are cut before the next, where they may be cut at all."""
     max_running: PositiveInt = 256
     """Requests that hold blocks at the same time."""
     max_drafts: Annotated[int, Meta(ge=0)] = 32

@@ -15,6 +15,7 @@ import msgspec
 from .contexts import Implied, PrefixMatch, Route
 from .media import MediaItem, PreparedMedia
 from .models.linears import Linears, Refusal
+from .models.media import MediaEncoder
 from .plan import TokenLogprobs
 from .plugin import PluginInfo
 from .policy import SchedulingPolicy
@@ -214,6 +215,16 @@ def _side_model(answer: Any, _arguments: Mapping[str, Any], info: PluginInfo) ->
     return None if info.resident else "only a plugin that is `resident` may have a side model"
 
 
+def _media_encoder(answer: Any, _arguments: Mapping[str, Any], info: PluginInfo) -> str | None:
+    if isinstance(answer, Refusal):
+        return _refusal(answer)
+    if not isinstance(answer, MediaEncoder):
+        return f"answered a {type(answer).__name__}, neither a MediaEncoder nor a Refusal"
+    if not (is_int(answer.weights_bytes) and answer.weights_bytes >= 0):
+        return f"an encoder's size must be a number of bytes, got {answer.weights_bytes!r:.80}"
+    return None if info.resident else "only a plugin that is `resident` may have an encoder"
+
+
 def _quantization(answer: Any, _arguments: Mapping[str, Any], _info: PluginInfo) -> str | None:
     if isinstance(answer, Refusal):
         return _refusal(answer)
@@ -290,6 +301,7 @@ CHECKS: dict[str, Check] = {
     "drafts_after_step": _drafts_after_step,
     "side_model": _side_model,
     "quantized_checkpoint": _quantization,
+    "media_encoder": _media_encoder,
     "quantization": _quantization,
     "kv_layout": _kv_layout,
     "attention_backend": _attention_backend,

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from .kv.pool import BlockPool
     from .media import MediaPart, PreparedMedia
     from .models.linears import Linears, ModelToLoad, Refusal
+    from .models.media import MediaCheckpoint, MediaEncoder
     from .models.sizing import ModelSize
     from .output import OutputParser
     from .plan import StepPlan, StepResult, TokenLogprobs
@@ -341,6 +342,16 @@ def side_model(model: str, block_size: int, size_of: Callable[[str], ModelSize])
     that are `resident`: asked when they are on at start, and loaded from then on, switched on or off.
 
     Refusal: the server does not start. None: it needs none."""
+    ...
+
+
+@hookspec(firstresult=True)
+def media_encoder(checkpoint: MediaCheckpoint) -> MediaEncoder | Refusal | None:
+    """Worker, engine-wide, compute. Once, after the decoder's weights are read and before the cache is allocated, for a checkpoint that
+    has more than text in it: load its tower, and give what makes rows of embeddings of a picture or sound (core/models/media.py). Only
+    for plugins that are `resident`: asked when they are on at start, and kept, switched on or off.
+
+    Refusal: the server does not start. None: it does not know this family; if nobody does, the model reads text only."""
     ...
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from .errors import ErrorInfo
+from .media import MediaItem
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How many of the planned tokens belong to prompts (or to recomputation after preemption)."""
     num_draft_tokens: int = 0
     """How many are drafts, which the step verifies."""
+    num_media_tokens: int = 0
+    """Tokens, all in all, of the pictures and sounds that begin in this step: it encodes those that are not known yet."""
     waiting: int = 0
     running: int = 0
 
@@ -53,6 +56,8 @@ class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Plugins that live switches leave alone in this request: the client switched them itself."""
     prompt_logits: bool = False
     """`token_logprobs` must see every prompt position of it."""
+    media: tuple[MediaItem, ...] = ()
+    """In order. Sent again after preemption: nobody keeps them on the worker for that."""
 
 
 class StepInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,9 +136,9 @@ class StepResult(msgspec.Struct, kw_only=True):
     drafts: dict[str, Drafts] = {}
     """What `drafts_after_step` proposes behind the tokens in `sampled`, for the next plan."""
     phases: dict[str, float] = {}
-    """Seconds by phase: "prepare", "forward", "logits", "sample", "draft"; plus "cpu" (the worker's process or thread CPU time) and
-    "idle" (since the worker's last step ended), which the engine takes out for `StepReport.gap`. On a GPU the first ones are the times to
-    start the work, and "wait" is how long the host waited for its end."""
+    """Seconds by phase: "encode" (of models that read media), "prepare", "forward", "logits", "sample", "draft"; plus "cpu" (the worker's
+    process or thread CPU time) and "idle" (since the worker's last step ended), which the engine takes out for `StepReport.gap`. On a GPU
+    the first ones are the times to start the work, and "wait" is how long the host waited for its end."""
     bytes_moved: int = 0
     """Weights plus K/V read and written, as the model's arithmetic says (not a hardware counter)."""
     flops: int = 0

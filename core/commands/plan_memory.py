@@ -12,7 +12,7 @@ from ..device import free_bytes, resolve_device
 from ..host import PluginHost, make_host
 from ..kv.sizing import CPU_FRACTION, GPU_FRACTION, plan
 from ..models.resolve import ResolvedModel, resolve
-from ..models.sizing import ModelSize, model_size, plain_layout
+from ..models.sizing import ModelSize, model_size, plain_layout, tower_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +71,11 @@ def _with_plugins(
     linears = choose_linears(host, on, model)
     size = model_size(resolved, settings.dtype, linears, device.type)
     layout = choose_layout(host, on, resolved.name, plain_layout(resolved, settings.dtype, device, config.cache.block_size))
+    tower = tower_bytes(resolved, size.dtype) if host.table(host.residents(on)).media_encoder else 0
     sides = choose_sides(host, host.residents(on), resolved.name, settings.dtype, config.cache.block_size, device.type)
     return dataclasses.replace(
         size,
-        weights_bytes=size.weights_bytes + sum(side.weights_bytes for side in sides),
+        weights_bytes=size.weights_bytes + tower + sum(side.weights_bytes for side in sides),
         kv_bytes_per_token=layout.bytes_per_token + sum(side.kv_bytes_per_token for side in sides),
-        fixed_bytes=sum(side.fixed_bytes for side in sides),
+        fixed_bytes=(config.cache.encoder_memory_mb << 20 if tower else 0) + sum(side.fixed_bytes for side in sides),
     )

@@ -6,10 +6,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import ModelError
+
 if TYPE_CHECKING:
     import torch
 
     from ..worker.attention import AttentionBackend, AttentionBatch, KVLayout
+    from .media import MediaCheckpoint, MediaRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class ForwardBatch:
     positions: torch.Tensor
     """int64 [T]: position of each token in its own sequence."""
     attention: AttentionBatch
+    media: MediaRows | None = None
+    """Set only for models that `take_media`."""
 
 
 @dataclass(slots=True)
@@ -64,6 +69,8 @@ class CausalModel(ABC):
     """`forward` may be recorded in a CUDA graph: it needs nothing but the batch's tensors and `attention.prepared`, waits for nothing, and
     no shape depends on data. Then it is also run with rows that are padding (position 0, slot below 0), whose results nobody reads, and
     with a `context_len` of `max_model_len`."""
+    beside: MediaCheckpoint | None = None
+    """What else there is in a multimodal model's checkpoint; None: it is a text model, or can only be run as one."""
 
     @abstractmethod
     def kv_layout(self, block_size: int) -> KVLayout: ...
@@ -77,6 +84,12 @@ class CausalModel(ABC):
     @abstractmethod
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: [R, hidden_size], any R >= 1. Returns float32 [R, vocab_size], soft-capped and scaled as the model defines."""
+
+    def take_media(self, *, looks_ahead: bool) -> None:
+        """Make ready for batches with `media`. Called at most once, before `kv_layout`, whose answer is `looks_ahead` then if asked for.
+        From then on every batch is computed in a way that media fit into, so that a row does not depend on whether one has any.
+        Raises ModelError when the model can't."""
+        raise ModelError(f"{self.spec.architecture} runs in a way that takes no pictures or sounds")
 
     def numerics_probe(self) -> tuple[bool, str]:
         """A start-up self test: (True, "") or (False, why a row's result depends on its batch on this machine). Well below a second on a

@@ -20,6 +20,11 @@ class RopeConfig:
     original_max_len: int = 8192
     freq_factors: tuple[float, ...] = ()
     """factors: dim // 2 divisors, one a frequency (GGUF's `rope_freqs.weight`)."""
+    sections: tuple[int, ...] = ()
+    """M-RoPE: how many frequencies turn with a token's place in time, in height and in width. Text has the same place in all three. Empty:
+    positions are plain."""
+    interleaved: bool = False
+    """M-RoPE: frequencies take the three axes in turn (Qwen3-VL), not section by section (Qwen2-VL)."""
 
 
 @dataclass(frozen=True, slots=True)

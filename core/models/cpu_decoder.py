@@ -1,4 +1,5 @@
-"""The decoder on the C++ kernels: a whole step in one call, or layer by layer when another attention backend holds the slot."""
+"""The decoder on the C++ kernels: a whole step in one call; layer by layer when another attention backend holds the slot, or
+when batches may hold media."""
 
 from __future__ import annotations
 
@@ -105,7 +106,7 @@ class CpuDecoder(Decoder):
         )
 
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
-        if not isinstance(attention.inner, CpuAttention):
+        if self.takes_media or not isinstance(attention.inner, CpuAttention):
             return super().forward(batch, kv, attention)
         if batch.attention.prepared is None:
             batch.attention.prepared = attention.prepare(batch.attention)

@@ -18,7 +18,7 @@ from ..worker.attention import AttentionParams, KVLayout
 from .base import CausalModel, ForwardBatch, KVCache, ModelSpec
 from .linears import Linears, tensors_of
 from .moe import Experts
-from .rope import RopeTable, inverse_frequencies
+from .rope import RopeTable, inverse_frequencies, mrope_axes
 from .sizing import EMBEDDING, HEAD, count_parameters, layer_matrices, outer_matrix, weights_bytes
 
 if TYPE_CHECKING:
@@ -180,25 +180,42 @@ class Decoder(CausalModel):
         self._tables: dict[RopeConfig, RopeTable] = {
             layer.rope: RopeTable(inverse_frequencies(layer.rope), device) for layer in config.layers if layer.rope
         }
+        self._axes = {r: torch.tensor(mrope_axes(r), device=device) for r in self._tables if r.sections}
+        self.takes_media = self._looks_ahead = False
         self.spec = spec(config, dtype, linears, invariant=invariant)
+
+    def take_media(self, *, looks_ahead: bool) -> None:
+        self.takes_media, self._looks_ahead, self.capturable = True, looks_ahead, False
 
     def kv_layout(self, block_size: int) -> KVLayout:
         n = len(self.layers)
         heads, dims = (self.config.num_kv_heads,) * n, (self.config.head_dim,) * n
-        return KVLayout(n, heads, dims, block_size, self.dtype, self.device, invariant=self.invariant)
+        ahead = self._looks_ahead
+        return KVLayout(n, heads, dims, block_size, self.dtype, self.device, invariant=self.invariant, looks_ahead=ahead)
 
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
         x = self.embedding(batch.token_ids)
         if self.embed_scale is not None:
             x = x * self.embed_scale
-        length = max(batch.attention.context_len)
-        angles = {r: table.rows(batch.positions, length) for r, table in self._tables.items()}
-        for layer in self.layers:
+        media = batch.media
+        if media is not None:
+            x = media.embed(x)
+        angles = self._angles(batch)
+        for index, layer in enumerate(self.layers):
             found = layer.attention(layer.before_attention(x), layer.rope and angles[layer.rope], batch, kv, attention)
             x = x + (found if layer.after_attention is None else layer.after_attention(found))
             found = layer.mlp(layer.before_mlp(x))
             x = x + (found if layer.after_mlp is None else layer.after_mlp(found))
+            if media is not None:
+                x = media.add(x, index)
         return self.norm(x)
+
+    def _angles(self, batch: ForwardBatch) -> dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]]:
+        length, media = max(batch.attention.context_len), batch.media
+        if media is None or media.places is None:
+            return {r: table.rows(batch.positions, length) for r, table in self._tables.items()}
+        length = max(length, int(media.places.max()) + 1)
+        return {r: table.rows_by_axis(media.places, self._axes[r], length) for r, table in self._tables.items()}
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self.head(hidden).float()

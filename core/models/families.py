@@ -7,11 +7,12 @@ Whatever a function does not know how to run, it refuses with a ModelError that 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import ModelError
 from .config import DecoderConfig, LayerConfig, MoeConfig, RopeConfig
+from .media_config import is_multimodal, text_config
 
 Json = dict[str, Any]
 
@@ -264,6 +265,26 @@ def _gemma3(c: _Reader) -> DecoderConfig:
     return DecoderConfig(**common, layers=layers, qk_norm=True, logit_softcap=c.get("final_logit_softcapping"))
 
 
+def _by_axis(config: DecoderConfig, c: _Reader, *, interleaved: bool) -> DecoderConfig:
+    """With M-RoPE in every layer."""
+    given = {**c.get("rope_scaling", {}), **c.get("rope_parameters", {})}
+    sections = tuple(given.get("mrope_section") or ())
+    if len(sections) != 3 or (sum(sections) != config.head_dim // 2):
+        raise c.refuse(f"mrope_section {list(sections)} does not share out the {config.head_dim // 2} frequencies of a head")
+    layers = tuple(
+        replace(la, rope=la.rope and replace(la.rope, sections=sections, interleaved=interleaved)) for la in config.layers
+    )
+    return replace(config, layers=layers)
+
+
+def _qwen2_vl(c: _Reader) -> DecoderConfig:
+    return _by_axis(_qwen2(c), c, interleaved=False)
+
+
+def _qwen3_vl(c: _Reader) -> DecoderConfig:
+    return _by_axis(_qwen3(c), c, interleaved=True)
+
+
 FAMILIES: dict[str, _Family] = {
     "llama": _Family("LlamaForCausalLM", _llama),
     "mistral": _Family("MistralForCausalLM", _mistral),
@@ -275,13 +296,21 @@ FAMILIES: dict[str, _Family] = {
     "gemma2": _Family("Gemma2ForCausalLM", _gemma2),
     "gemma3_text": _Family("Gemma3ForCausalLM", _gemma3),
     "phi3": _Family("Phi3ForCausalLM", _phi3),
+    # text parts of multimodal checkpoints only (core/models/media.py)
+    "qwen2_vl_text": _Family("Qwen2VLTextModel", _qwen2_vl),
+    "qwen2_5_vl_text": _Family("Qwen2_5_VLTextModel", _qwen2_vl),
+    "qwen3_vl_text": _Family("Qwen3VLTextModel", _qwen3_vl),
 }
 
 
 def decoder_config(config: Json, name: str) -> DecoderConfig | None:
     """The DecoderConfig of a config.json; None when its architecture is not the decoder's (the fallback's turn).
 
-    Raises ModelError when the family is known, but not what this checkpoint does with it."""
+    Of a multimodal checkpoint it is the text part's. Raises ModelError when the family is known, but not what this checkpoint does with
+    it."""
+    whole = config
+    if is_multimodal(config):
+        config = text_config(config, name)
     family = FAMILIES.get(config.get("model_type", ""))
     architectures = config.get("architectures") or ([family.architecture] if family else [])
     if family is None or family.architecture not in architectures:
@@ -293,4 +322,6 @@ def decoder_config(config: Json, name: str) -> DecoderConfig | None:
         raise reader.refuse(f"its config.json is malformed ({type(error).__name__}: {error})") from error
     if built.num_heads % built.num_kv_heads:
         raise reader.refuse(f"{built.num_heads} heads can't share {built.num_kv_heads} KV heads")
+    if config is not whole and whole.get("architectures"):
+        return replace(built, architecture=whole["architectures"][0])
     return built

@@ -20,6 +20,7 @@ from .decoder import Decoder
 from .families import decoder_config
 from .linears import ModelToLoad, Tensor
 from .mapped import release_pages
+from .media_config import is_multimodal, text_names
 from .sizing import read_header, resolve_dtype, weight_files
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from .config import DecoderConfig
     from .gguf_packed import PackedFile
     from .linears import ChooseLinears, Linears, PackedMatrix, Stored
+    from .media import MediaCheckpoint
     from .resolve import ResolvedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -72,9 +74,29 @@ def load(
     else:
         choice = _choose_kernels(model.config, chosen, where, kernels)
         found = _load_decoder(resolved, model.config, chosen, where, kernels, choice, linears, model.invariant, max_model_len)
+        found.beside = media_checkpoint(resolved, model.config.hidden_size, chosen, where)
     if batch_invariant == "on" and not found.spec.lossless:
         raise ModelError(f"{model.name} can't be run with model.batch_invariant = on: {found.spec.lossless_reason}")
     return found
+
+
+def media_checkpoint(
+    resolved: ResolvedModel, hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> MediaCheckpoint | None:
+    """What there is beside the text part of a multimodal checkpoint, whose decoder is `hidden_size` wide; None for any other."""
+    if resolved.gguf is not None or not is_multimodal(resolved.config):
+        return None
+    from .media import MediaCheckpoint
+
+    return MediaCheckpoint(
+        name=resolved.name,
+        path=resolved.path,
+        config=resolved.config,
+        dtype=dtype,
+        device=device,
+        hidden_size=hidden_size,
+        tensors=lambda: Checkpoint(weight_files(resolved.path), resolved.name, dtype, device, text_only=True).others(),
+    )
 
 
 def describe(
@@ -108,8 +130,10 @@ def describe(
 
 
 def _heads(resolved: ResolvedModel) -> dict[str, Tensor]:
-    tables = (read_header(path) for path in weight_files(resolved.path))
-    return {name: Tensor(t["dtype"], tuple(t["shape"])) for table in tables for name, t in table.items()}
+    """By a text model's names, if it is the text part of a multimodal checkpoint."""
+    heads = {name: t for path in weight_files(resolved.path) for name, t in read_header(path).items()}
+    names = text_names(heads) if is_multimodal(resolved.config) else {name: name for name in heads}
+    return {name: Tensor(heads[stored]["dtype"], tuple(heads[stored]["shape"])) for name, stored in names.items()}
 
 
 def _formats(resolved: ResolvedModel) -> dict[str, Stored]:
@@ -190,7 +214,8 @@ def _open(
     resolved: ResolvedModel, dtype: torch.dtype, device: torch.device, linears: Linears | None
 ) -> Checkpoint | PackedFile:
     if resolved.gguf is None:
-        return Checkpoint(weight_files(resolved.path), resolved.name, dtype, device)
+        multimodal = is_multimodal(resolved.config)
+        return Checkpoint(weight_files(resolved.path), resolved.name, dtype, device, text_only=multimodal)
     if linears is not None and linears.reads_packed:
         from .gguf_packed import PackedFile
 
@@ -221,9 +246,12 @@ def _log_kernels(resolved: ResolvedModel, kernels: Kernels, choice: Choice, devi
 
 
 class Checkpoint:
-    """The tensors of some safetensors files, mapped into memory."""
+    """The tensors of some safetensors files, mapped into memory. text_only: the text part of a multimodal model's, by the names that a
+    text model's would have; the tower's tensors are nobody's to read here."""
 
-    def __init__(self, files: list[Path], name: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, files: list[Path], name: str, dtype: torch.dtype, device: torch.device, *, text_only: bool = False
+    ) -> None:
         from safetensors import SafetensorError, safe_open
 
         self.files = files
@@ -237,30 +265,38 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{name} can't be loaded: {path.name}: {error}") from None
             self._where |= dict.fromkeys(handle.keys(), handle)
-        self._unread = set(self._where)
+        self._names = text_names(self._where) if text_only else {key: key for key in self._where}
+        """The files' names by ours."""
+        self._unread = set(self._names)
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor in the model's dtype, on its device. May share the mapped file's memory: not to be written."""
-        handle = self._where.get(name)
-        if handle is None:
+        stored = self._names.get(name)
+        if stored is None:
             raise ModelError(f"{self._name} can't be loaded: its checkpoint has no tensor {name}")
         self._unread.discard(name)
-        tensor = handle.get_tensor(name)
+        tensor = self._where[stored].get_tensor(stored)
         if not tensor.is_floating_point() or tensor.itemsize < 2:
             raise ModelError(
                 f"{self._name} can't be loaded: tensor {name} is {tensor.dtype}, and nothing says what it stands for"
             )
         return tensor.to(self._device).to(self._dtype)  # cast on the device, which is quicker at it
 
+    def others(self) -> dict[str, torch.Tensor]:
+        """What is not of the text part, by the files' names; floating point in the model's dtype. May share the mapped files' memory."""
+        names = self._where.keys() - set(self._names.values())
+        found = {name: self._where[name].get_tensor(name) for name in sorted(names)}
+        return {name: t.to(self._device, self._dtype if t.is_floating_point() else t.dtype) for name, t in found.items()}
+
     def packed(self, name: str) -> PackedMatrix:
         raise ModelError(f"{self._name} can't be loaded: {name} was asked for packed, but is not read from a GGUF file")
 
     def raw(self, name: str) -> torch.Tensor | None:
-        handle = self._where.get(name)
-        if handle is None:
+        stored = self._names.get(name)
+        if stored is None:
             return None
         self._unread.discard(name)
-        return handle.get_tensor(name).to(self._device)
+        return self._where[stored].get_tensor(stored).to(self._device)
 
     def check_all_read(self, *, tied: bool) -> None:
         """ModelError when a tensor was left over: the checkpoint holds something that would be ignored in silence."""

@@ -112,6 +112,8 @@ def _walk(parent: nn.Module, done: Replaced, linears: bool) -> None:
         new = _substitute(child, done)
         if new is not None:
             setattr(parent, name, new)
+        elif isinstance(child, nn.MultiheadAttention):  # it reads its layers' weights itself
+            done.unknown.append(type(child).__name__)
         elif not isinstance(child, HARMLESS):
             if next(child.parameters(recurse=False), None) is not None or not any(True for _ in child.children()):
                 done.unknown.append(type(child).__name__)

@@ -37,6 +37,15 @@ def _llama3(base: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     )
 
 
+def mrope_axes(rope: RopeConfig) -> list[int]:
+    """By frequency: the axis (0 time, 1 height, 2 width) it turns with. https://arxiv.org/abs/2409.12191; interleaved:
+    https://arxiv.org/abs/2511.21631"""
+    if not rope.interleaved:
+        return [axis for axis, size in enumerate(rope.sections) for _ in range(size)]
+    half = rope.dim // 2
+    return [i % 3 if i < 3 * rope.sections[i % 3] else 0 for i in range(half)]
+
+
 class RopeTable:
     """cos and sin by position, grown as needed. Angles are rounded to float32 (as transformers does), cos and sin are exact to it."""
 
@@ -49,6 +58,12 @@ class RopeTable:
         """cos, sin, float32 [T, dim // 2], of int64 positions [T], all below `length`."""
         table = self.table(length)
         return table[0, positions], table[1, positions]
+
+    def rows_by_axis(self, places: torch.Tensor, axes: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `rows`, of places int64 [3, T]; axes int64 [dim // 2] says which of the three each frequency turns with."""
+        table = self.table(length)
+        at, column = places[axes].T, torch.arange(len(axes), device=axes.device)
+        return table[0, at, column], table[1, at, column]
 
     def table(self, length: int) -> torch.Tensor:
         """float32 [2, n, dim // 2], n >= length: cos and sin of every position, contiguous. Not to be written."""

@@ -15,6 +15,7 @@ from ..device import check_dtype
 from ..errors import ModelError
 from .families import decoder_config
 from .linears import Matrix
+from .media_config import is_multimodal, text_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -176,6 +177,15 @@ def weight_files(folder: Path) -> list[Path]:
 def header_parameters(folder: Path) -> int:
     """Numbers in all tensors, from the files' heads."""
     return sum(math.prod(t["shape"]) for path in weight_files(folder) for t in read_header(path).values())
+
+
+def tower_bytes(resolved: ResolvedModel, dtype: str) -> int:
+    """Of what a multimodal checkpoint holds beside its text part; 0 for any other."""
+    if resolved.gguf is not None or not is_multimodal(resolved.config):
+        return 0
+    shapes = {name: t["shape"] for path in weight_files(resolved.path) for name, t in read_header(path).items()}
+    of_text = set(text_names(shapes).values())
+    return ITEM_BYTES[dtype] * sum(math.prod(shape) for name, shape in shapes.items() if name not in of_text)
 
 
 def read_header(path: Path) -> dict[str, Any]:

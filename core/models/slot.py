@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..worker.attention import KVLayout
     from ..worker.side import SideModel
     from .linears import Linears, ModelToLoad
+    from .media import MediaCheckpoint, MediaEncoder
 
 
 def choose_linears(host: PluginHost, on: Iterable[str], model: ModelToLoad) -> Linears | None:
@@ -94,6 +95,21 @@ def choose_sides(
         if answer is not None:
             sides.append(answer)
     return sides
+
+
+def choose_encoder(host: PluginHost, residents: Iterable[str], checkpoint: MediaCheckpoint) -> MediaEncoder | None:
+    """Who encodes what a multimodal model reads beside text; None: nobody, it reads text only. Loads the tower. Raises as
+    `choose_linears` does."""
+    for impl in host.table(frozenset(residents)).media_encoder:
+        try:
+            answer = impl(checkpoint=checkpoint)
+        except PluginError as error:
+            raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
+        if isinstance(answer, Refusal):
+            raise _refused(checkpoint.name, impl.plugin, "media_encoder", answer)
+        if answer is not None:
+            return answer
+    return None
 
 
 def _refused(model: str, plugin: str, hook: str, answer: Refusal | None) -> ModelError:

@@ -56,17 +56,20 @@ class TritonDecoder(Decoder):
         self.spec = dataclasses.replace(self.spec, max_model_len=longest)
         self.capturable = not any(layer.moe for layer in config.layers)
         self._positions = longest + SLACK
-        self._angles: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._rope_rows: dict[RopeConfig, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope, table in self._tables.items():
             cos, sin = table.table(self._positions).unbind(0)
-            self._angles[rope] = cos, sin
+            self._rope_rows[rope] = cos, sin
         self._scale = 1.0 if self.embed_scale is None else float(self.embed_scale)
         self._following = [*(layer.before_attention for layer in self.layers[1:]), self.norm]
         """The norm behind each layer."""
         self._probed: tuple[bool, str] | None = None
 
     def forward(self, batch: ForwardBatch, kv: KVCache, attention: AttentionBackend) -> torch.Tensor:
-        """As the contract has it. Raises ValueError for a context longer than there are angles for."""
+        """As the contract has it. Raises ValueError for a context longer than there are angles for. Where batches may hold media, what
+        stands between the products is torch's."""
+        if self.takes_media:
+            return super().forward(batch, kv, attention)
         if (longest := max(batch.attention.context_len, default=0)) > self._positions:
             raise ValueError(f"a context of {longest} tokens: this model was loaded for {self.spec.max_model_len}")
         stream = self._embed(batch.token_ids)
@@ -92,7 +95,7 @@ class TritonDecoder(Decoder):
         if part.q_norm is not None and part.k_norm is not None:
             q, k = _normal(part.q_norm, q), _normal(part.k_norm, k)
         if layer.rope is not None:
-            rope_(q, k, batch.positions, *self._angles[layer.rope])
+            rope_(q, k, batch.positions, *self._rope_rows[layer.rope])
         index = part.index
         found = backend.attend(q, k, v, kv.k[index], kv.v[index], batch.attention, part.params)
         return part.out(found.reshape(x.shape[0], -1))

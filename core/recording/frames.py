@@ -83,6 +83,8 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Claimed fields: numbers and booleans as they are, None for all others."""
     pinned: dict[str, bool] = {}
     again: bool = False
+    spans: list[tuple[int, int, bool]] = []
+    """Of pictures and sounds in the prompt: (first token, tokens, attends in both directions)."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=2):

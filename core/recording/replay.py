@@ -176,6 +176,7 @@ class Replay:
                 choice=0,
                 features=(),
                 fields={},
+                media=tuple(item for item in request.media if item.start < request.num_computed),
             )
             self._runner.run(StepInput(step_id=0, num_tokens={name: request.num_computed}, new=[plain]))
             self._runner.run(StepInput(step_id=0, num_tokens={}, dropped=[name]))

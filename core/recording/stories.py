@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
+from ..media import MediaItem
 from ..plugin import Plugin, PluginInfo, hookimpl
 from ..request import AdmittedRequest, Request, Resumed
 from .frames import HASH_BYTES
@@ -67,6 +68,10 @@ class Story:
         return AdmittedRequest(
             request_id=str(arrival.serial),
             prompt=self.prompt,
+            media=tuple(
+                MediaItem(kind="image", digest="", start=start, length=length, bidirectional=bidirectional)
+                for start, length, bidirectional in arrival.spans
+            ),
             max_tokens=arrival.max_tokens,
             fields=fields,
             features=tuple(sorted(features)),

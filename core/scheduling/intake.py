@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 from ..errors import ContextLengthError, DeadlineError, TokenbusError
 from ..request import AdmittedRequest, Request, StopRule
 from .batch import Batch
 from .live_switches import LiveSwitches
+from .spans import check_spans_fit
 
 
 class Intake:
-    def __init__(self, batch: Batch, live: LiveSwitches, *, max_model_len: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        live: LiveSwitches,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        token_budget: Callable[[], int],
+    ) -> None:
         self._batch = batch
         self._live = live
         self._max_model_len = max_model_len
+        self._token_budget = token_budget
         self._eos_token_ids = eos_token_ids
         self._deadlines: list[tuple[float, str]] = []
 
@@ -24,6 +35,7 @@ class Intake:
             raise ValueError(f"request id {request_id!r} is open already")
         try:
             self._check_length(admitted)
+            check_spans_fit(admitted, self._token_budget())
             features = self._live.features_of(admitted)
         except TokenbusError as error:
             self._batch.refuse(request_id, error.to_wire(), admitted.features)

@@ -62,8 +62,14 @@ class Scheduler:
         self.pool = pool
         self.batch = Batch(pool, on_plugin_failure)
         self.live = LiveSwitches(host, switches, self.batch, start_plugin or (lambda name: host.load((name,))))
-        self._intake = Intake(self.batch, self.live, max_model_len=max_model_len, eos_token_ids=eos_token_ids)
         self._builder = StepBuilder(self.batch, config.scheduler)
+        self._intake = Intake(
+            self.batch,
+            self.live,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            token_budget=lambda: self._builder.config.token_budget,
+        )
         self._results = Results(self.batch)
         self._flights: deque[Flight] = deque()
         self._waits = ""

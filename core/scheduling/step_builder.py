@@ -27,6 +27,7 @@ from ..request import Request, Status
 from .ahead import MustWaitError
 from .batch import Batch
 from .relief import Relief
+from .spans import begun_tokens, cut_match, fitting_chunk
 
 
 class StepBuilder:
@@ -55,6 +56,8 @@ class StepBuilder:
         self._headroom: int | None = None
         """Blocks that the running requests will soon want beside theirs: counted when somebody wants to join, then kept up to date."""
         self._view = StepView(step_id=0, budget=0, num_decodes=0, prompt_tokens=0, waiting=0)
+        self._media: dict[str, int] = {}
+        """Tokens of items that begin in this step, by request."""
 
     def configure(self, config: SchedulerConfig) -> None:
         """Between two steps. Requests that run go on, also when they are more than the new limits allow."""
@@ -83,7 +86,7 @@ class StepBuilder:
         self._ahead, self._ending, self.next_waits = ending is not None, ending or 0, ""
         self._set_sizes()
         self._new, self._new_blocks, self._preempted, self._starved = [], {}, [], False
-        self.drafts, self.proposers = {}, {}
+        self.drafts, self.proposers, self._media = {}, {}, {}
         for kind in batch.line.compose(batch.running, now):
             self._plan_work(kind, now)
             if self._num_tokens:
@@ -104,6 +107,7 @@ class StepBuilder:
             preempted=(*self.relief.preempted, *self._preempted),
             num_prompt_tokens=view.prompt_tokens,
             num_draft_tokens=sum(map(len, self.drafts.values())),
+            num_media_tokens=sum(self._media.values()),
             waiting=len(batch.line),
             running=len(batch.running) - self._ending,
         )
@@ -196,6 +200,7 @@ class StepBuilder:
         planned = self._num_tokens.pop(request_id, 0)
         self._new_blocks.pop(request_id, None)
         self.drafts.pop(request_id, None)
+        self._media.pop(request_id, None)
         if not planned:
             return
         self._view.budget += planned
@@ -275,7 +280,7 @@ class StepBuilder:
 
     def _continue_prompt(self, request: Request, now: float, least: int) -> None:
         try:
-            num_tokens = max(least, self._chunk(request))
+            num_tokens = self._chunk(request, least)
         except TokenbusError as error:
             self._batch.end(request, "error", now, error=error.to_wire())
             return
@@ -329,7 +334,7 @@ class StepBuilder:
                 continue
             match: PrefixMatch | None = impl(request=request, pool=self._batch.pool)
             if match is not None and match.blocks:
-                return match
+                return cut_match(request, match, self._batch.block_size) if request.admitted.media else match
         return None
 
     def _fits(self, request: Request, match: PrefixMatch | None) -> bool:
@@ -351,7 +356,7 @@ class StepBuilder:
         if match is not None:
             request.computed = match.num_tokens
         try:
-            num_tokens = max(least, self._chunk(request))
+            num_tokens = self._chunk(request, least)
         finally:
             request.computed = 0
         if not num_tokens:
@@ -381,8 +386,8 @@ class StepBuilder:
             counters[f"{name}.query_tokens"] = counters.get(f"{name}.query_tokens", 0) + request.num_prompt
             counters[f"{name}.hit_tokens"] = counters.get(f"{name}.hit_tokens", 0) + request.cached_tokens
 
-    def _chunk(self, request: Request) -> int:
-        """How many of a request's known tokens run in this step; 0: none, it is left out."""
+    def _chunk(self, request: Request, least: int) -> int:
+        """How many of a request's known tokens run in this step, `least` or more; 0: none, it is left out."""
         view = self._view
         remaining = len(request.tokens) - request.computed
         wanted = min(remaining, max(0, view.budget))
@@ -392,11 +397,22 @@ class StepBuilder:
             if limit is not None:
                 answer = limit if answer is None else min(answer, limit)
         if answer is not None:
-            return min(answer, wanted)
+            chunk = max(least, min(answer, wanted))
+            return self._around_media(request, chunk) if chunk and request.admitted.media else chunk
         return remaining if remaining <= view.budget or view.prompt_tokens == 0 else 0
+
+    def _around_media(self, request: Request, chunk: int) -> int:
+        view = self._view
+        budget = (
+            view.budget if view.prompt_tokens else max(view.budget, request.remaining)
+        )  # the first prompt's span may pass it
+        begun = sum(self._media.values())
+        return fitting_chunk(request, chunk, budget=budget, encoder_budget=self.config.encoder_budget, begun=begun)
 
     def _plan(self, request: Request, num_tokens: int) -> None:
         view, request_id = self._view, request.request_id
+        if request.admitted.media and (begun := begun_tokens(request, num_tokens)):
+            self._media[request_id] = begun
         self._num_tokens[request_id] = num_tokens
         view.budget -= num_tokens
         view.prompt_tokens += num_tokens
@@ -419,6 +435,7 @@ class StepBuilder:
                 fields=request.fields,
                 pinned=tuple(request.pinned),
                 prompt_logits=request.prompt_logits,
+                media=admitted.media,
             )
         )
 

@@ -15,6 +15,7 @@ from ..front.detokenizer import Detokenizer, make_detokenizer
 from ..front.tokenizer import Tokenizer, load_tokenizer
 from ..hooks import TextFilter
 from ..host import HookTable, PluginHost
+from ..media import MediaItem
 from ..models.resolve import resolve
 from ..request import AdmittedRequest
 from ..worker.base import WorkerInfo
@@ -40,6 +41,8 @@ class Ask:
     """The prompt as a text, which takes the place of `prompt`."""
     group: str = ""
     """Shared by the choices of one API request."""
+    media: tuple[MediaItem, ...] = ()
+    """What placeholders in `prompt` stand for."""
     fatal_at: int = 0
     """The engine dies when the answer has this many tokens; once, and not when it has died before while the answer had any. 0: never."""
 
@@ -97,6 +100,7 @@ class Front:
         return AdmittedRequest(
             request_id=f"r{self._serial}",
             prompt=prompt,
+            media=ask.media,
             max_tokens=ask.max_tokens,
             temperature=ask.temperature,
             seed=ask.seed,

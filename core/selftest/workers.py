@@ -78,6 +78,7 @@ class InThread(StandWorker):
         before, self.runner = self.runner, self._make_runner()
         self.runner.plugins.start()
         self.runner._model, self.runner._layout = before._loaded()
+        self.runner.media = before.media
         self.runner._load_sides(self.info.model, *before._loaded())
         self.runner._told_attention = self.runner.plugins.attention(self.runner._loaded()[1])
         self.runner.allocate(blocks)

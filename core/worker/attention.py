@@ -44,6 +44,8 @@ class KVLayout:
     stored: Stored = ""
     invariant: bool = True
     """The model keeps rows independent of their batch, and asks attention for it. False: a backend may do what is faster."""
+    looks_ahead: bool = False
+    """Batches may have an `AttentionBatch.reach`. A backend without `looks_ahead` is not used with such layouts."""
 
     def __post_init__(self) -> None:
         odd = [d for d in self.head_dim if d % SCALE_BYTES]
@@ -108,6 +110,9 @@ class AttentionBatch:
     """Each request's row in `tables`."""
     upload: Upload | None = None
     """How `prepare` and `attend` bring index numbers to the device; None: as the backend likes."""
+    reach: torch.Tensor | None = None
+    """int64 [T]: row at position i sees positions below reach (i < reach <= context_len), not only up to i; a window still ends at
+    i - window. For spans whose tokens attend to each other in both directions. None: all rows see up to themselves."""
 
 
 class Replayable(Protocol):
@@ -139,6 +144,8 @@ class AttentionBackend(ABC):
     capturable: ClassVar[bool] = False
     """`prepare` gives a Replayable and does not look at `slots`. `attend` may be recorded in a CUDA graph: it waits for nothing, and what
     depends on data it does on the device. Rows that are padding (slot below 0, in no query) may come out as anything."""
+    looks_ahead: ClassVar[bool] = False
+    """Serves layouts that are `looks_ahead`. If not, it is not used with them: core's computes in its place."""
 
     @property
     def inner(self) -> AttentionBackend:

@@ -71,6 +71,8 @@ class StepComputer:
         rows_of = [range(end - run.drafts - 1, end) for run, end in zip(runs, starts[1:], strict=True)]
         for request, n, _ in runs:
             request.computed += n
+            if request.media is not None:
+                request.media.release(request.computed)
         in_head = self._sample_on_device(fused, runs, rows_of, hidden)
         if tiles:
             self._in_flight.settle()  # plugins look at all tokens before theirs
@@ -138,10 +140,12 @@ class StepComputer:
 
     def _try_forward(self, runs: list[Run], attention: AttentionBackend) -> tuple[torch.Tensor, list[int], float]:
         if self._steps is not None:
-            step = self._steps.stage(runs, attention)
+            step = self._steps.stage(runs, attention, self._book.media)
             prepared = time.perf_counter()
             return self._steps.forward(step), step.attention.query_start, prepared
         forward = batch.build(runs, self._layout)
+        if self._book.media is not None:
+            self._book.media.attach(forward, runs)
         forward.attention.prepared = attention.prepare(forward.attention)
         prepared = time.perf_counter()
         return self._model.forward(forward, self._kv, attention), forward.attention.query_start, prepared

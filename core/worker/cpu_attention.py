@@ -27,6 +27,8 @@ class CpuAttention(AttentionBackend):
 
     @staticmethod
     def serves(layout: KVLayout) -> bool:
+        if layout.looks_ahead:
+            return False
         known = layout.dtype in (torch.float32, torch.bfloat16) and layout.stored != "fp8"
         return layout.device.type == "cpu" and known and lib.load() is not None
 

@@ -6,7 +6,7 @@ from .attention import AttentionBackend, KVLayout
 
 
 def default_attention(layout: KVLayout) -> AttentionBackend:
-    """Triton's on a GPU where its kernels serve the layout, else torch's."""
+    """Triton's on a GPU where its kernels serve the layout (they look at no later position), else torch's."""
     if layout.device.type == "cuda":
         from .triton_attention import TritonAttention
 

@@ -30,7 +30,9 @@ from .state import UNKNOWN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ..models.media import MediaRows
     from .batch import Run
+    from .encoder import WorkerMedia
     from .state import WorkerRequestState
 
 
@@ -48,6 +50,8 @@ class StagedStep:
     staging: Staging
     uploaded: torch.Tensor | None
     """`numbers` on the device; None until it is known whether a graph's buffer takes them."""
+    media: MediaRows | None = None
+    """Rows that take an encoder's."""
 
     @property
     def tokens(self) -> int:
@@ -144,7 +148,8 @@ class DeviceSteps:
         """Everything of the step was given to the device, or it failed."""
         self.staging.end()
 
-    def stage(self, runs: Sequence[Run], backend: AttentionBackend) -> StagedStep:
+    def stage(self, runs: Sequence[Run], backend: AttentionBackend, media: WorkerMedia | None = None) -> StagedStep:
+        """media: of a model that takes them, and so can't be recorded."""
         flat = batch.flatten(batch.pieces_of(runs), self._layout.block_size)
         rows = self.resident.sync([run.request for run in runs])
         counts = [run.n for run in runs]
@@ -159,10 +164,15 @@ class DeviceSteps:
             upload=self.staging.put,
         )
         uploaded = None if self._recordable(backend) else self.staging.put(numbers)
+        rows_of_media = None
         if uploaded is not None:
             where.slots = uploaded[2]
+            if media is not None:
+                forward = ForwardBatch(uploaded[0], uploaded[1], where)
+                media.attach(forward, runs)
+                rows_of_media = forward.media
         where.prepared = backend.prepare(where)
-        return StagedStep(numbers, where, backend, self.resident.generation, self.staging, uploaded)
+        return StagedStep(numbers, where, backend, self.resident.generation, self.staging, uploaded, rows_of_media)
 
     def _recordable(self, backend: AttentionBackend) -> bool:
         return self.graphs is not None and backend.capturable and self._model.capturable
@@ -174,7 +184,7 @@ class DeviceSteps:
             if found is not None:
                 return found
         numbers = self.staging.put(step.numbers) if step.uploaded is None else step.uploaded
-        return self._run(numbers, step.attention, step.backend)
+        return self._run(numbers, step.attention, step.backend, step.media)
 
     def _on_buffers(self, backend: AttentionBackend) -> Forward:
         longest = self._model.spec.max_model_len
@@ -187,10 +197,12 @@ class DeviceSteps:
 
         return forward
 
-    def _run(self, numbers: torch.Tensor, where: AttentionBatch, backend: AttentionBackend) -> torch.Tensor:
+    def _run(
+        self, numbers: torch.Tensor, where: AttentionBatch, backend: AttentionBackend, media: MediaRows | None = None
+    ) -> torch.Tensor:
         ids, positions, where.slots, sources = numbers.unbind(0)
         ids = torch.where(ids < 0, self.resident.last_ids.index_select(0, sources), ids)
-        return self._model.forward(ForwardBatch(ids, positions, where), self._kv, backend)
+        return self._model.forward(ForwardBatch(ids, positions, where, media), self._kv, backend)
 
     def rows(self, of: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Those rows of a tensor, chosen on the device."""

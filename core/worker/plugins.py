@@ -10,7 +10,7 @@ import structlog
 
 from ..errors import TokenbusError, plain_text
 from ..host import HookTable, Impl, PluginHost
-from ..models.slot import choose_layout, choose_linears, choose_sides
+from ..models.slot import choose_encoder, choose_layout, choose_linears, choose_sides
 from ..plan import WorkerRequest
 from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
 from .default_attention import default_attention
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..models.linears import Linears, ModelToLoad
+    from ..models.media import MediaCheckpoint, MediaEncoder
     from .side import SideModel
 
 log = structlog.get_logger(__name__)
@@ -53,6 +54,10 @@ class WorkerPlugins:
     def make_sides(self, model: str, dtype: str, block_size: int, device: str = "cpu") -> None:
         """Fill `sides`; nothing of theirs is loaded yet. device: the kind that the model is on."""
         self.sides = choose_sides(self.host, self._residents, model, dtype, block_size, device)
+
+    def encoder(self, checkpoint: MediaCheckpoint) -> MediaEncoder | None:
+        """What encodes the model's media; see `slot.choose_encoder`."""
+        return choose_encoder(self.host, self._residents, checkpoint)
 
     def added(self, order: WorkerRequest) -> HookTable:
         """The request's hooks. Raises PluginLoadError when one of its plugins can't be loaded here."""
@@ -130,6 +135,9 @@ class WorkerPlugins:
                     f"{backend.name!r} can't read the {layout.stored} K/V cache that another plugin asks for"
                 )
                 log.error("attention_backend_refused", plugin=holder, error=self.slot_error.message)
+                return None
+            if backend is not None and layout.looks_ahead and not backend.looks_ahead:
+                log.warning("attention_backend_not_used", plugin=holder, reason="the model's media attend in both directions")
                 return None
             if backend is not None:
                 return GuardedAttention(backend, impl)

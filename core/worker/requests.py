@@ -11,6 +11,7 @@ from ..errors import ErrorInfo, TokenbusError, WorkerError
 from ..plan import StepInput, StepResult, WorkerRequest
 from ..sampler import MIN_TEMPERATURE
 from .batch import Run
+from .encoder import WorkerMedia, media_of
 from .plugins import WorkerPlugins
 from .state import FusedFilters, WorkerRequestState
 
@@ -34,6 +35,8 @@ class Requests:
         """Requests that failed and are not dropped yet: the engine may have planned them again before it knew."""
         self.fuse = fuse
         self.dropped = dropped
+        self.media: WorkerMedia | None = None
+        """What encodes the model's media; None for one that reads text only."""
         self._context = context
 
     def apply(self, order: StepInput, result: StepResult, block_size: int) -> None:
@@ -64,6 +67,8 @@ class Requests:
             if (before := self.known.get(new.request_id)) is not None:
                 self.dropped(before)
             self.known[new.request_id] = request
+            if new.media:
+                request.media = media_of(new, self.media)
             self._handed_out(request.blocks[new.num_computed // block_size :])
             for impl in request.hooks.worker_request_added:
                 impl(request=request, worker=self._context)
@@ -121,6 +126,21 @@ class Requests:
                 continue
             self.fail(request_id, WorkerError(f"request {request_id} {problem}"), result)
         return runs
+
+    def encode(self, runs: list[Run], result: StepResult) -> list[Run]:
+        """Have ready what the runs need of the encoder; the rest are errors of their requests."""
+        if self.media is None:
+            return runs
+        ready = []
+        for run in runs:
+            try:
+                self.media.load(run)
+            except TokenbusError as error:
+                self.fail(run.request.request_id, error, result)
+                continue
+            ready.append(run)
+        self.media.count(result.counters)
+        return ready
 
 
 def withdraw(runs: list[Run]) -> None:

@@ -2,6 +2,7 @@
 
 launch(order)
   apply      dropped, new, new_blocks, features                                            (requests.py)
+  encode     what the model's encoder makes of pictures and sounds that begin here         (requests.py, encoder.py)
   prepare    token ids, positions, slots, block tables of all runs behind each other       (batch.build; on a device: device_steps.stage)
   forward    the model, all tokens                                                         (on a device: from a graph, maybe)
   prompts    LM head and token_logprobs over prompt rows of requests that want them, PROMPT_TILE rows at a time
@@ -34,6 +35,7 @@ from .attention import AttentionBackend, KVLayout
 from .base import WorkerInfo
 from .compute import StepComputer, host_logits
 from .device import Device, device_broke, make_device
+from .encoder import WorkerMedia, load_media
 from .paged import make_cache
 from .pending import InFlight, Pending
 from .plugins import WorkerPlugins
@@ -91,12 +93,14 @@ class ModelRunner:
         name, model = self._loader(self.config, self.plugins.linears)
         weights_done = time.perf_counter()
         self._model = model
+        self.media = load_media(model, self.plugins, self.config.cache.encoder_memory_mb << 20)
         self._layout = layout = self.plugins.kv_layout(name, model.kv_layout(self.config.cache.block_size))
         lossless, reason = self._lossless(model, layout)
         attention = self.plugins.attention(layout)
         self._told_attention = attention if self.plugins.slot_error is None else None  # None: the first step tells
         self._load_sides(name, model, layout)
         sides = self.plugins.sides
+        beside = [*sides, *([self.media] if self.media else ())]
         device = self._on(layout)
         start.check_graphs(self.config, device, model, attention)
         probed = time.perf_counter()
@@ -109,10 +113,10 @@ class ModelRunner:
             vocab_size=spec.vocab_size,
             max_model_len=spec.max_model_len,
             eos_token_ids=spec.eos_token_ids,
-            weights_bytes=spec.weights_bytes + sum(side.weights_bytes for side in sides),
+            weights_bytes=spec.weights_bytes + sum(part.weights_bytes for part in beside),
             kv_bytes_per_token=layout.bytes_per_token + sum(side.kv_bytes_per_token for side in sides),
             free_bytes=max(
-                0, start.free_bytes(self.config, device, model, layout, attention) - sum(side.fixed_bytes for side in sides)
+                0, start.free_bytes(self.config, device, model, layout, attention) - sum(part.fixed_bytes for part in beside)
             ),
             lossless=lossless,
             lossless_reason=reason,
@@ -145,6 +149,15 @@ class ModelRunner:
         start.load_sides(
             self.config, self.plugins, name, model, layout, self.vocabulary, lambda hidden: host_logits(model, hidden)
         )
+
+    @property
+    def media(self) -> WorkerMedia | None:
+        """What encodes the model's media; None for one that reads text only."""
+        return self._book.media
+
+    @media.setter
+    def media(self, media: WorkerMedia | None) -> None:
+        self._book.media = media
 
     def allocate(self, num_blocks: int) -> None:
         """Make the K/V tensors."""
@@ -224,10 +237,15 @@ class ModelRunner:
         self._book.apply(order, result, layout.block_size)
         runs = self._book.runs(order, result, layout.block_size, model.spec.vocab_size)
         pending = Pending(result)
+        encoding = time.perf_counter()
+        runs = self._book.encode(runs, result)
+        encoded = time.perf_counter()
         if not runs:
             return pending
         attention = self._attention(model, layout, result)
-        self._computer.run(runs, pending, attention, began)
+        self._computer.run(runs, pending, attention, began + encoded - encoding)
+        if self._book.media is not None:
+            result.phases["encode"] = encoded - encoding
         self._told_attention = attention
         return pending
 

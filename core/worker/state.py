@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ..host import HookTable
     from ..plan import WorkerRequest
+    from .encoder import MediaState
 
 
 UNKNOWN = -1
@@ -35,8 +36,8 @@ class WorkerRequestState:
     """The worker's own copy of a request; plugins write only `stash`."""
 
     __slots__ = (
-        "blocks", "choice", "computed", "fields", "fused", "hooks", "num_prompt_tokens", "pinned", "prompt_logits", "request_id", "seed",
-        "stash", "temperature", "tokens",
+        "blocks", "choice", "computed", "fields", "fused", "hooks", "media", "num_prompt_tokens", "pinned", "prompt_logits", "request_id",
+        "seed", "stash", "temperature", "tokens",
     )  # fmt: skip
 
     def __init__(self, order: WorkerRequest, hooks: HookTable) -> None:
@@ -56,6 +57,8 @@ class WorkerRequestState:
         self.fused: FusedFilters | None = None
         """Its tokens can be sampled on the device, with these filters. None: on the host."""
         self.stash = Stash()
+        self.media: MediaState | None = None
+        """Its pictures and sounds, if it has any."""
 
     def draw(self, logits: torch.Tensor, position: int) -> int:
         """The id that its own random numbers and temperature choose from a row of logits [vocab_size] at a position; masks, penalties and

@@ -19,6 +19,7 @@ class TorchAttention(AttentionBackend):
 
     name: ClassVar[str] = "torch"
     quantized_kv: ClassVar[bool] = True
+    looks_ahead: ClassVar[bool] = True
 
     def __init__(self, layout: KVLayout | None = None) -> None:
         """layout: what it is to serve. On a GPU the libraries' products are looked at there and then; on the CPU the model's own self test
@@ -29,7 +30,7 @@ class TorchAttention(AttentionBackend):
             self.invariant = layout.invariant and attention_probe(layout.device)
 
     def prepare(self, batch: AttentionBatch) -> RaggedPlan:
-        return RaggedPlan(batch.query_start, batch.context_len, batch.block_tables, batch.slots, self._scratch)
+        return RaggedPlan(batch.query_start, batch.context_len, batch.block_tables, batch.slots, self._scratch, batch.reach)
 
     def attend(
         self,

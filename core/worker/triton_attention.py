@@ -42,6 +42,8 @@ class TritonAttention(AttentionBackend):
             return f"{reason}; K and V are on {layout.device.type!r}"
         from ...kernels.triton.attention import DTYPES, MAX_HEAD_DIM
 
+        if layout.looks_ahead:
+            return "its kernels are causal, and the model's media attend in both directions"
         if layout.dtype not in DTYPES:
             return f"it has no kernels for {layout.dtype}"
         if max(layout.head_dim) > MAX_HEAD_DIM:

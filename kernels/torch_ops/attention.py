@@ -14,6 +14,9 @@ ROWS >= 8, DEPTH <= 160 and a V whose width is a multiple of V_LANES (tests/kern
 
 A request that holds NaN or infinite K/V harms nobody else: a block is cleared when its first position is written.
 
+Rows may see past their own position (`reach`, for spans that attend in both directions): the same sums with another mask. The K/V up to
+there must have been stored, so such a span is one chunk.
+
 Caches of one byte (int8, float8_e4m3fn) have rows of head_dim values and one float32 that these are multiplied with (`quantize`). They
 are multiplied out when they are fetched, and all of the above holds of the products.
 """
@@ -105,7 +108,7 @@ class RaggedPlan:
 
     `scratch` is used by one call at a time."""
 
-    __slots__ = ("_blocks", "_groups", "block_tables", "context_len", "query_start", "scratch", "slots")
+    __slots__ = ("_blocks", "_groups", "block_tables", "context_len", "query_start", "reach", "scratch", "slots")
 
     def __init__(
         self,
@@ -114,8 +117,11 @@ class RaggedPlan:
         block_tables: Sequence[Sequence[int]],
         slots: torch.Tensor,
         scratch: Scratch | None = None,
+        reach: torch.Tensor | None = None,
     ) -> None:
         self.scratch = scratch or Scratch()
+        self.reach = None if reach is None else reach.tolist()
+        """By row: the position below which it sees. None: up to itself."""
         self.query_start = query_start
         self.context_len = context_len
         self.block_tables = block_tables
@@ -322,12 +328,13 @@ class _Grouping:
         firsts = [self._first(r) for r in members]
         columns = max(self._last(r) - first for r, first in zip(members, firsts, strict=True)) * TILE
         tokens = max(self._tokens(r) for r in members)
-        rows, positions = [], []
+        rows, positions, ends = [], [], []
         for r in members:
             count = self._tokens(r)
             steps = [min(i, count - 1) for i in range(tokens)]
             rows.extend(self.plan.query_start[r] + i for i in steps)
             positions.append([self._position(r) + i for i in steps])
+            ends.append(self._ends(r, steps))
         everything = rows == list(range(self.plan.query_start[-1]))
         starts = [first * TILE for first in firsts]
         tile = QueryTile(
@@ -336,7 +343,12 @@ class _Grouping:
             0,
             columns,
             0,
-            self._mask(torch.tensor(positions, device=self.device), torch.tensor(starts, device=self.device), columns),
+            self._mask(
+                torch.tensor(positions, device=self.device),
+                torch.tensor(ends, device=self.device),
+                torch.tensor(starts, device=self.device),
+                columns,
+            ),
         )
         return Group(len(members), columns, self._index(members, starts, columns), self.by_block, [tile])
 
@@ -350,18 +362,29 @@ class _Grouping:
         tiles = []
         for offset in range(0, count, step):
             size = min(step, count - offset)
-            first, last = self._first(r, position + offset) * TILE, -(-(position + offset + size) // TILE) * TILE
+            ends = self._ends(r, range(offset, offset + size))
+            first, last = self._first(r, position + offset) * TILE, -(-max(ends) // TILE) * TILE
             masked = first if self.window is not None else (position + offset) // TILE * TILE
             positions = torch.arange(position + offset, position + offset + size, device=self.device)
-            mask = self._mask(positions[None], torch.tensor([masked], device=self.device), last - masked)
+            until = torch.tensor([ends], device=self.device)
+            mask = self._mask(positions[None], until, torch.tensor([masked], device=self.device), last - masked)
             rows = torch.arange(start + offset, start + offset + size, device=self.device)
             tiles.append(QueryTile(rows, size, first - begin, last - begin, masked - begin, mask))
         return Group(1, columns, self._index([r], [begin], columns), self.by_block, tiles)
 
-    def _mask(self, positions: torch.Tensor, starts: torch.Tensor, columns: int) -> torch.Tensor:
-        """True where position [U, n] must not look at column c of `columns`, which holds position starts [U] + c."""
+    def _ends(self, r: int, steps: Sequence[int]) -> list[int]:
+        """One past the last position that each of these of the request's new tokens sees."""
+        if self.plan.reach is None:
+            position = self._position(r) + 1
+            return [position + i for i in steps]
+        start = self.plan.query_start[r]
+        return [self.plan.reach[start + i] for i in steps]
+
+    def _mask(self, positions: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor, columns: int) -> torch.Tensor:
+        """True where position [U, n], which sees up to ends [U, n], must not look at column c of `columns`, which holds position
+        starts [U] + c."""
         at = (starts[:, None] + torch.arange(columns, device=self.device))[:, None]
-        mask = at > positions[..., None]
+        mask = at >= ends[..., None]
         return mask if self.window is None else mask | (at <= positions[..., None] - self.window)
 
     def _index(self, members: list[int], starts: list[int], columns: int) -> torch.Tensor:

@@ -179,4 +179,5 @@ class ChunkedPrefill(Plugin):
 
     @hookimpl
     def step_finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        self.times.learn(len(plan.num_tokens), plan.num_prompt_tokens, seconds)
+        encoding = result.phases.get("encode", 0.0)  # its cost is the picture's, not the prompt's tokens'
+        self.times.learn(len(plan.num_tokens), plan.num_prompt_tokens, max(0.0, seconds - encoding))

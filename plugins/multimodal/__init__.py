@@ -2,6 +2,7 @@
 
 front   prepare_media   where is the file (sources.py), get it (fetch.py), limits and cache (intake.py), then decoded and processed by the
                         model's own processor in a process that can be killed (processes.py, job_main.py, images.py, sounds.py)
+worker  media_encoder   the checkpoint's tower, and what projects its output to the decoder (towers.py)
 
 What a family of models needs is a small file in `families/` (family.py says what is in it).
 """
@@ -20,6 +21,7 @@ from .settings import MultimodalSettings
 if TYPE_CHECKING:
     from ...core.contexts import FrontContext
     from ...core.media import MediaPart, PreparedMedia
+    from ...core.models.media import MediaCheckpoint, MediaEncoder
     from ...core.plugin import Role
     from .intake import Intake
 
@@ -34,6 +36,7 @@ class Multimodal(Plugin):
         lossless=False,
         claims={"media"},
         default=True,
+        resident=True,
     )
     Settings = MultimodalSettings
 
@@ -112,3 +115,11 @@ class Multimodal(Plugin):
             return  # whoever sends media is told
         if intake is not None:
             intake.warm_up()
+
+    # ---- worker -----------------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def media_encoder(self, checkpoint: MediaCheckpoint) -> MediaEncoder | None:
+        from .towers import tower_encoder
+
+        return tower_encoder(checkpoint)

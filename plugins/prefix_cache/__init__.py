@@ -3,7 +3,9 @@
 A block is known by a hash over everything that its K/V depends on: all tokens up to its end, and who may share them.
 
     root     = sha256(tag "tokenbus.kv", version, block size, then each of kernels, tenant and cache_salt that is set)
-    hash[i]  = sha256(hash[i-1] or root, the block's token ids as little-endian uint32)
+    hash[i]  = sha256(hash[i-1] or root, the block's token ids as little-endian uint32, then each picture or sound among them)
+
+A picture or sound is known by its content's digest, which covers size, mode and processor options, and by where its span lies.
 
 Every part of the root carries its type and length, so that no salt can be taken for a tenant, or for two parts. Only full blocks are
 indexed, after their K/V is written. The pool keeps them when their last user is gone, until it needs the space, least recently used first,
@@ -24,8 +26,11 @@ from ...core.errors import FieldError
 from ...core.plugin import Plugin, PluginInfo, StashKey, hookimpl
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ...core.contexts import AdmissionContext, EngineContext
     from ...core.kv.pool import BlockPool
+    from ...core.media import MediaItem
     from ...core.plugin import Role
     from ...core.request import Request
 
@@ -50,6 +55,16 @@ def root_hash(block_size: int, tenant: str, salt: str | None, kernels: str = "")
     for kind, value in parts:
         digest.update(struct.pack("<II", len(kind), len(value)) + kind.encode() + value)
     return digest.digest()
+
+
+def media_bytes(media: Sequence[MediaItem], begin: int, end: int) -> bytes:
+    """What K/V of the positions [begin, end) depends on beside token ids. Each item has a fixed length, and ids before it have too."""
+    return b"".join(
+        hashlib.sha256(f"{item.kind} {item.digest} {item.bidirectional}".encode()).digest()
+        + struct.pack("<qq", item.start - begin, item.length)
+        for item in media
+        if item.start < end and item.end > begin
+    )
 
 
 class PrefixCache(Plugin):
@@ -165,7 +180,10 @@ class PrefixCache(Plugin):
         if pack is None:
             pack = self._pack[block_size] = struct.Struct(f"<{block_size}I")
         begin = (len(chain) - 1) * block_size
-        chain.append(hashlib.sha256(chain[-1] + pack.pack(*request.tokens[begin : begin + block_size])).digest())
+        block = chain[-1] + pack.pack(*request.tokens[begin : begin + block_size])
+        if request.admitted.media:
+            block += media_bytes(request.admitted.media, begin, begin + block_size)
+        chain.append(hashlib.sha256(block).digest())
 
     def check_integrity(self) -> None:
         """RuntimeError unless the index is one-to-one and the pool keeps every block in it."""

@@ -169,4 +169,5 @@ def _worker_request(request: Request) -> WorkerRequest:
         fields=request.fields,
         pinned=tuple(request.pinned),
         prompt_logits=request.prompt_logits,
+        media=admitted.media,
     )

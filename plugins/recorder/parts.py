@@ -21,7 +21,10 @@ from . import notes
 from .notes import Ended, Joined, Note, Ran
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ...core.contexts import EngineContext
+    from ...core.media import MediaItem
     from ...core.plan import WorkerRequest
     from . import RecorderSettings
 
@@ -47,6 +50,8 @@ class Parts:
         self._features = self._header.features
         self._tracker = WorkerTracker(self._block_size)
         self._open: dict[str, Arrival] = {}
+        self._media: dict[str, tuple[MediaItem, ...]] = {}
+        """Of the open requests that have any."""
         self._outputs: dict[str, int] = {}
         self._serials = 0
         self._file = self._new_file()
@@ -119,7 +124,7 @@ class Parts:
             arrival=admitted.arrival - self._created if admitted.arrival else note.at,
             prompt=len(admitted.prompt),
             max_tokens=admitted.max_tokens,
-            hashes=self._hash.blocks(admitted.prompt, self._block_size),
+            hashes=self._hash.blocks(admitted.prompt, self._block_size, media=admitted.media),
             features=tuple(sorted(note.features)),
             known=note.known,
             tenant=self._hash.of(b"tenant", admitted.tenant.encode()) if admitted.tenant else b"",
@@ -127,8 +132,9 @@ class Parts:
             fields=_numbers(admitted.fields),
             pinned=dict(admitted.pinned),
             again=note.worker is not None,
+            spans=_spans(admitted.media),
         )
-        self._add(arrival)
+        self._add(arrival, admitted.media)
         if note.worker is not None:
             self._tracker.open(note.worker)
             if self._full:
@@ -143,15 +149,18 @@ class Parts:
             arrival=at,
             prompt=request.num_prompt_tokens,
             max_tokens=self._header.max_model_len - request.num_prompt_tokens,
-            hashes=self._hash.blocks(request.tokens[: request.num_prompt_tokens], self._block_size),
+            hashes=self._hash.blocks(request.tokens[: request.num_prompt_tokens], self._block_size, media=request.media),
             features=request.features,
             known=len(request.tokens) - request.num_prompt_tokens,
             fields=_numbers(request.fields),
             pinned=dict.fromkeys(request.pinned, True),
+            spans=_spans(request.media),
         )
 
-    def _add(self, arrival: Arrival) -> Arrival:
+    def _add(self, arrival: Arrival, media: tuple[MediaItem, ...]) -> Arrival:
         self._open[arrival.request_id] = arrival
+        if media:
+            self._media[arrival.request_id] = media
         self._outputs[arrival.request_id] = arrival.known
         self._file.write(arrival)
         return arrival
@@ -164,7 +173,7 @@ class Parts:
         plan, order, result = note.plan, note.order, note.result
         for new in order.new:
             if new.request_id not in self._open:
-                self._add(self._unseen(new, note.at))
+                self._add(self._unseen(new, note.at), new.media)
         serials = {request_id: arrival.serial for request_id, arrival in self._open.items()}
         sampled = {} if result is None else result.sampled
         step = Step(
@@ -205,7 +214,8 @@ class Parts:
         if arrival is None:  # refused before it was a request
             return
         outputs = self._outputs.pop(note.request_id)
-        hashes = b"" if note.tokens is None else self._hash.blocks(note.tokens, self._block_size, arrival.hashes)
+        media = self._media.pop(note.request_id, ())
+        hashes = b"" if note.tokens is None else self._hash.blocks(note.tokens, self._block_size, arrival.hashes, media)
         finish = note.finish
         self._file.write(
             End(
@@ -237,6 +247,10 @@ class Parts:
         if kept:
             self._header = msgspec.structs.replace(self._header, config=config)
             self._file.write(Configured(note.at, kept))
+
+
+def _spans(media: Sequence[MediaItem]) -> list[tuple[int, int, bool]]:
+    return [(item.start, item.length, item.bidirectional) for item in media]
 
 
 def _numbers(fields: dict[str, Any]) -> dict[str, int | float | bool | None]:

@@ -236,6 +236,7 @@ ACTOR = {
         "quantized_checkpoint",
         "quantization",
         "kv_layout",
+        "media_encoder",
         "side_model",
         "attention_backend",
         "worker_request_added",

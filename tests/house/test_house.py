@@ -32,6 +32,8 @@ PLUGINS_MAY_USE = {
     "core.models.config",
     "core.models.cpu_linears",
     "core.models.linears",
+    "core.models.media",
+    "core.models.replace",
     "core.models.resolve",
     "core.models.sizing",
     "core.output",

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -36,6 +36,8 @@ class Case:
     backend: AttentionBackend
     stored_as: str = ""
     """As KVLayout.stored."""
+    spans: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """By request: positions [first, end) that see all of each other."""
 
     @classmethod
     def make(
@@ -101,7 +103,14 @@ class Case:
             slots += [
                 table[r][p // self.block_size] * self.block_size + p % self.block_size for p in range(part.start, part.stop)
             ]
-        return AttentionBatch(start, [part.stop for part in parts.values()], [table[r] for r in parts], torch.tensor(slots))
+        batch = AttentionBatch(start, [part.stop for part in parts.values()], [table[r] for r in parts], torch.tensor(slots))
+        if self.spans:
+            batch.reach = torch.tensor([self.end(r, p) for r, part in parts.items() for p in range(part.start, part.stop)])
+        return batch
+
+    def end(self, r: int, position: int) -> int:
+        """One past the last position that this one sees."""
+        return next((end for first, end in self.spans.get(r, ()) if first <= position < end), position + 1)
 
     def reference(self, r: int) -> torch.Tensor:
         """float32 [tokens, heads, head_dim] of the whole request, from K/V as the cache stores them."""

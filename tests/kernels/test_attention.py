@@ -235,3 +235,30 @@ def test_the_plugin_gives_the_same_backend():
     core = case.run([{0: 90, 1: 2}, {0: 10, 1: 1}])
     case.backend = backend
     assert all(torch.equal(*pair) for pair in zip(case.run([{0: 90, 1: 2}, {0: 10, 1: 1}]), core, strict=True))
+
+
+def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, spans: list[tuple[int, int]]):
+    """Plain float64 attention of one sequence [n, heads, dim], with spans that see all of themselves."""
+    n, group = len(q), q.shape[1] // k.shape[1]
+    at = torch.arange(n)
+    sees = at[:, None] >= at
+    for start, end in spans:
+        sees[start:end, start:end] = True
+    if window is not None:
+        sees &= at > at[:, None] - window
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_that_see_ahead_are_dense_attention_and_do_not_mind_their_batch(window, threads):
+    case = Case.make([300, 9, 150, 6], window=window)
+    case.spans = {0: [(5, 8), (100, 260)], 1: [(1, 7)], 2: [(0, 150)]}
+    threads(2)
+    alone = [case.run([{r: len(case.q[r])}])[r] for r in range(4)]
+    for r, found in enumerate(alone):
+        dense = _dense(case.q[r], case.k[r], case.v[r], case.params.scale, window, case.spans.get(r, []))
+        torch.testing.assert_close(found.double(), dense, rtol=1e-5, atol=1e-5)
+    mixed = case.run([{1: 1, 3: 5, 0: 3}, {0: 5, 1: 6, 2: 150}, {0: 92, 1: 2}, {3: 1, 0: 160}, {0: 40}])
+    assert all(torch.equal(*pair) for pair in zip(mixed, alone, strict=True))

@@ -60,6 +60,7 @@ def test_layouts_it_serves():
         (layout(), "0", "tests, with TRITON_INTERPRET=1); K and V are on 'cpu'"),
         (layout(torch.float64), "1", "no kernels for torch.float64"),
         (layout(head_dim=260), "1", "at most 256; this model's is 260"),
+        (dataclasses.replace(layout(device="cuda"), looks_ahead=True), "1", "media attend in both directions"),
     ],
 )
 def test_layouts_it_declines_are_told_why(refused, interpret, reason, monkeypatch):

@@ -3,6 +3,7 @@ a GPU with -m cuda. The interpreter takes about a millisecond an operation: mode
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tokenbus.core.models.config import DecoderConfig
 from tokenbus.core.models.decoder import Decoder
 from tokenbus.core.models.families import decoder_config
 from tokenbus.core.models.loader import Checkpoint, load
+from tokenbus.core.models.media import MediaRows
 from tokenbus.core.models.resolve import resolve
 from tokenbus.core.models.sizing import weight_files
 from tokenbus.core.models.triton_decoder import SLACK, TritonDecoder
@@ -153,10 +155,28 @@ def test_a_tied_model_has_its_embedding_once(load_small):
 def test_angles_are_made_once_for_the_longest_request(load_small, paged, device):
     model = load_small("llama", max_model_len=10)
     assert model.spec.max_model_len == 10
-    assert [len(cos) for cos, _ in model._angles.values()] == [320]  # 10 + SLACK, in whole pieces
+    assert [len(cos) for cos, _ in model._rope_rows.values()] == [320]  # 10 + SLACK, in whole pieces
     engine = paged(model, backend=TritonAttention(device))
     engine.lengths["a"], engine.tables["a"] = 10 + SLACK, list(range(80))
     with pytest.raises(ValueError, match="a context of 267 tokens: this model was loaded for 10"):
         engine.hidden({"a": [1]})
     assert model.capturable
     assert not load_small("qwen3-moe").capturable
+
+
+def test_rows_of_media_go_in_as_in_the_plain_decoder(load_small, small, paged, device):
+    """None of the Triton decoder's own steps knows of them."""
+    tokens, media = [3, 17, 5, 99, 4, 31, 8], MediaRows(torch.tensor([1, 2], device=device), torch.ones(2, 64, device=device))
+    models = [load_small("gemma3"), load(resolve(str(small("gemma3").path)), "float32", device, "torch", batch_invariant="on")]
+    assert models[0].capturable
+    found = []
+    for model in models:
+        model.take_media(looks_ahead=True)
+        forward = model.forward
+        model.forward = lambda batch, *more, run=forward: run(dataclasses.replace(batch, media=media), *more)
+        found.append(paged(model, backend=TorchAttention()).step({"a": tokens})["a"])
+        assert model.kv_layout(16).looks_ahead
+    assert not models[0].capturable
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    text = paged(load_small("gemma3"), backend=TorchAttention()).step({"a": tokens})["a"]
+    assert float((text[-1] - found[0][-1]).abs().max()) > 0.01, "the rows did not matter"

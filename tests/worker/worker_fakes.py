@@ -124,7 +124,9 @@ PLUGINS = (FakeAttention, Faulty, Counter)
 
 
 def config(**sections: Any) -> Config:
-    return from_mapping({"model": {"threads": 1}, "cache": {"block_size": BLOCK}, **sections}, "test")
+    """Without the resident plugin that is on by default, which a worker would keep."""
+    off = {"disable": ["multimodal"]}
+    return from_mapping({"model": {"threads": 1}, "cache": {"block_size": BLOCK}, "features": off, **sections}, "test")
 
 
 def make_runner(settings: Config, features: tuple[str, ...], host: PluginHost | None = None, model: FakeModel | None = None):

@@ -10,7 +10,15 @@ from typing import Any
 from ..family import Family
 
 FAMILIES: dict[str, str] = {
+    "gemma3": "gemma3:Gemma3",
+    "idefics3": "idefics3:Idefics3",
     "llava": "llava:Llava",
+    "llava_next": "llava_next:LlavaNext",
+    "qwen2_5_vl": "qwen_vl:QwenVL",
+    "qwen2_audio": "qwen2_audio:Qwen2Audio",
+    "qwen2_vl": "qwen_vl:QwenVL",
+    "qwen3_vl": "qwen_vl:QwenVL",
+    "smolvlm": "idefics3:Idefics3",
 }
 """model_type -> "module:class" in this folder."""
 

@@ -1,0 +1,38 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: pictures keep their shape, and neighbouring patches are merged into one row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....core.media import Kind
+from ..family import ImageFolder, Processed
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class QwenVL:
+    name = "qwen_vl"
+    model_types = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+    markers: Mapping[Kind, str] = {"image": "<|image_pad|>"}
+    placeholders: Mapping[Kind, str] = {"image": "<|image_pad|>"}
+    sampling_rate = 0
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.options: Mapping[str, Any] = {}
+        self._folder = folder
+        self._merge: int = config["vision_config"].get("spatial_merge_size", 2)
+
+    def load(self) -> None:
+        self._images = ImageFolder.load(self._folder)
+        self.options = self._images.options
+
+    def process(self, kind: Kind, media: Image.Image) -> Processed:
+        tensors = self._images(media)
+        grid = tuple(int(size) for size in tensors["image_grid_thw"][0])
+        rows = math.prod(grid) // self._merge**2
+        kept = {name: tensors[name] for name in ("pixel_values", "image_grid_thw")}
+        return Processed(kept, self.placeholders["image"] * rows, rows, grid=grid)
