@@ -388,11 +388,13 @@ def filter_logits(logits: torch.Tensor, rows: Sequence[SampleRow]) -> None:
 
 @hookspec
 def fused_filters(request: WorkerRequestState) -> FusedFilters | None:
-    """Worker, per request, compute. On a GPU, once for each request whose rows `filter_logits` of the plugin would be shown, and again when
-    a live switch changes its plugins: the same in numbers, for a kernel that filters and samples on the device.
+    """Worker, per request, compute. On a GPU, once for each request whose rows `filter_logits` or `adjust_logits` of the plugin would be
+    shown, and again when a live switch changes its plugins: the same in numbers, for a kernel that filters and samples on the device.
 
-    `filter_logits` is then not called for the request, so both must leave the same tokens. None, or no such hook: the request's logits come
-    to the host, and its `filter_logits` is called. So they do, too, when two plugins filter, or another one changes or looks at logits.
+    `filter_logits` is then not called for the request, so both must leave the same tokens. `FusedFilters()` says that the plugin changes
+    nothing of this request; of a plugin that has `adjust_logits` that is the only answer with which it isn't called. None, or no such
+    hook: the request's logits come to the host, and the plugin is shown them. So they do, too, when two plugins filter, or one looks at
+    logits (`token_logprobs`).
     """
     ...
 

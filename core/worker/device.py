@@ -6,6 +6,7 @@ again. So the code that drives a GPU runs on the CPU too, which is how it is tes
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +21,11 @@ class Event(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the device has come to it; does not wait."""
+        """Whether `wait` would not wait. Raises nothing: what became of the device, `wait` says."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until the device has come to it."""
+        """Until the device has come to it. Raises what went wrong there."""
 
 
 class Graph(ABC):
@@ -122,7 +123,10 @@ class _CudaEvent(Event):
         self._event.record(stream)
 
     def done(self) -> bool:
-        return self._event.query()
+        try:
+            return self._event.query()
+        except RuntimeError:  # the device broke: whoever polls must come to `wait`, and not end for it
+            return True
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -137,12 +141,15 @@ class _CudaGraph(Graph):
 
 
 class CudaDevice(Device):
-    """All work goes to the current stream; graphs share one memory pool, which is safe as they are replayed one after the other."""
+    """All work goes to the current stream; graphs share one memory pool, which is safe as they are replayed one after the other. The pool
+    is torch's for as long as one of them lives: graphs behind the last one's end need another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.asynchronous = self.graphs = self.counts_memory = True
         self._pool: Any = None
+        self._graphs: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
+        """Those in the pool."""
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -151,12 +158,19 @@ class CudaDevice(Device):
         return _CudaEvent(torch.cuda.current_stream(self.device))
 
     def capture(self, work: Callable[[], Any]) -> Graph:
-        if self._pool is None:
+        if not self._graphs:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
-        return _CudaGraph(graph)
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # torch stays on the stream of a capture that it can't end
+            raise
+        made = _CudaGraph(graph)
+        self._graphs.add(made)
+        return made
 
     def free_bytes(self) -> int:
         self.release_cache()
@@ -186,6 +200,16 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory"))
 
 
+BROKEN = (
+    "illegal memory access", "misaligned address", "unspecified launch failure", "illegal instruction", "device-side assert",
+    "invalid program counter", "hardware stack error", "uncorrectable", "launch timed out",
+)  # fmt: skip
+"""In what Triton's launcher says, in a RuntimeError, of errors that stay."""
+
+
 def device_broke(error: BaseException) -> bool:
     """Whether the GPU's driver refuses everything from now on, in this process: after an illegal access, say."""
-    return isinstance(error, torch.AcceleratorError) and not out_of_memory(error)
+    if isinstance(error, torch.AcceleratorError):
+        return not out_of_memory(error)
+    text = str(error)
+    return isinstance(error, RuntimeError) and "Triton Error [CUDA]" in text and any(words in text for words in BROKEN)

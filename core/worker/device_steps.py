@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from .encoder import WorkerMedia
     from .state import WorkerRequestState
 
+LOW = (1 << 64) - 1
+"""The bits of a seed that the kernel reads."""
+
 
 @dataclass(slots=True)
 class StagedStep:
@@ -216,15 +219,20 @@ class DeviceSteps:
         floats: list[tuple[float, float, float]] = []
         integers: list[tuple[int, int, int, int]] = []
         for run in runs:
-            request, known = run.request, len(run.request.tokens) - run.drafts
+            request, drafts = run.request, run.drafts
+            known = len(request.tokens) - drafts
             fused = request.fused
             assert fused is not None
-            floats += [(request.temperature, fused.top_p, fused.min_p)] * (run.drafts + 1)
-            seed, choice = _signed(request.seed), _signed(request.choice)
-            integers += [(fused.top_k, seed, known + i, choice) for i in range(run.drafts + 1)]
-            self._runs.append((request, known, run.drafts))
-        temperature, top_p, min_p = self.staging.put(np.asarray(floats, dtype=np.float64).T).unbind(0)
-        top_k, seed, position, choice = self.staging.put(np.asarray(integers, dtype=np.int64).T).unbind(0)
+            floats.append((request.temperature, fused.top_p, fused.min_p))
+            integers.append((fused.top_k, request.seed & LOW, known, request.choice & LOW))
+            if drafts:
+                floats += floats[-1:] * drafts
+                top_k, seed, _, choice = integers[-1]
+                integers += [(top_k, seed, known + 1 + i, choice) for i in range(drafts)]
+            self._runs.append((request, known, drafts))
+        temperature, top_p, min_p = self.staging.put(np.array(floats, dtype=np.float64).T).unbind(0)
+        words = np.array(integers, dtype=np.uint64).view(np.int64)
+        top_k, seed, position, choice = self.staging.put(words.T).unbind(0)
         found = kernel.sample(logits, kernel.SamplingRows(temperature, top_k, top_p, min_p, seed, position, choice))
         self._sampled.append((found.tokens, found.states))
         self._keep(found.tokens, runs)
@@ -241,9 +249,3 @@ class DeviceSteps:
         if rows:
             last = self.rows(tokens, places).clamp(min=0)  # -1: the request will fail; its next step must not
             self.resident.last_ids.index_copy_(0, self.staging.put(np.asarray(rows, dtype=np.int64)), last)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same low 64 bits."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from ...kernels.triton import sampling as kernel
 from ..config import SchedulerConfig
 from ..models.base import CausalModel
 from .attention import AttentionBackend, KVLayout
@@ -13,10 +14,10 @@ from .batch import Piece, ragged
 from .device import Device
 from .graphs import MOST_GRAPHS, MOST_TOKENS
 from .paged import make_cache
-from .sampling import SAMPLE_TILE
+from .sampling import DEVICE_TILE
 
 GRAPH_BYTES = 2 * 1024 * 1024
-"""What a recorded graph takes beside its tensors; an estimate, not yet measured."""
+"""What a recorded graph takes beside its tensors; an estimate, not yet measured. Each keeps its hidden states; the rest they share."""
 
 
 def reserve(
@@ -27,7 +28,8 @@ def reserve(
     needed = device.peak_bytes(_step(model, layout, attention, limits.token_budget, limits.max_running))
     if graphs:
         tokens = min(MOST_TOKENS, limits.token_budget)
-        needed += device.peak_bytes(_step(model, layout, attention, tokens, tokens)) + MOST_GRAPHS * GRAPH_BYTES
+        needed += device.peak_bytes(_step(model, layout, attention, tokens, tokens))
+        needed += MOST_GRAPHS * (GRAPH_BYTES + tokens * model.spec.hidden_size * layout.dtype.itemsize)
     device.release_cache()
     return needed
 
@@ -43,7 +45,9 @@ def _step(model: CausalModel, layout: KVLayout, attention: AttentionBackend, tok
             where.attention.prepared = attention.prepare(where.attention)
             hidden = model.forward(where, kv, attention)
             last = [end - 1 for end in where.attention.query_start[1:]]
-            model.logits(hidden[(last * SAMPLE_TILE)[:SAMPLE_TILE]]).float().log_softmax(dim=-1)
+            logits = model.logits(hidden[(last * DEVICE_TILE)[:DEVICE_TILE]])
+            # one row: the kernel takes no memory, but long to compile, which is not for the first request to wait for
+            kernel.sample(logits[:1], kernel.SamplingRows.make([1.0], [0], [0], device=logits.device))
 
     return run
 

@@ -14,7 +14,7 @@ from ..models.slot import choose_encoder, choose_layout, choose_linears, choose_
 from ..plan import WorkerRequest
 from .attention import AttentionBackend, AttentionBatch, AttentionParams, KVLayout
 from .default_attention import default_attention
-from .device import out_of_memory
+from .device import device_broke, out_of_memory
 from .state import WorkerRequestState
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class WorkerPlugins:
 
 
 class GuardedAttention(AttentionBackend):
-    """A plugin's backend; what it raises (but for want of memory, which is not its fault), and an output of another shape or dtype than
-    the queries', becomes a PluginError."""
+    """A plugin's backend; what it raises (but for want of memory and a GPU that broke, which it may just be the first to hear of), and an
+    output of another shape or dtype than the queries', becomes a PluginError."""
 
     def __init__(self, backend: AttentionBackend, impl: Impl) -> None:
         self._backend = backend
@@ -164,7 +164,7 @@ class GuardedAttention(AttentionBackend):
         try:
             return self._backend.prepare(batch)
         except Exception as error:
-            if out_of_memory(error):
+            if out_of_memory(error) or device_broke(error):
                 raise
             raise self._impl.failure(f"prepare: {type(error).__name__}: {plain_text(error)}") from error
 
@@ -182,7 +182,7 @@ class GuardedAttention(AttentionBackend):
             out = self._backend.attend(q, k, v, k_cache, v_cache, batch, params)
             fits = out.shape == q.shape and out.dtype == q.dtype
         except Exception as error:
-            if out_of_memory(error):
+            if out_of_memory(error) or device_broke(error):
                 raise
             raise self._impl.failure(f"attend: {type(error).__name__}: {plain_text(error)}") from error
         if not fits:

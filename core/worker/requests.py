@@ -152,12 +152,15 @@ def withdraw(runs: list[Run]) -> None:
 
 def fused_filters(request: WorkerRequestState) -> FusedFilters | None:
     """What a sampling kernel needs to know of the request's plugins; None when one of them does what it can't. Raises what they raise."""
-    hooks = request.hooks
-    if hooks.adjust_logits or hooks.token_logprobs:
+    hooks, nothing = request.hooks, FusedFilters()
+    if hooks.token_logprobs:
         return None
-    if request.temperature < MIN_TEMPERATURE or not hooks.filter_logits:
-        return FusedFilters()
-    filters = {impl.plugin for impl in hooks.filter_logits}
-    if len(filters) > 1:
+    adjust = {impl.plugin for impl in hooks.adjust_logits}
+    filters = set() if request.temperature < MIN_TEMPERATURE else {impl.plugin for impl in hooks.filter_logits}
+    said = {impl.plugin: impl(request=request) for impl in hooks.fused_filters if impl.plugin in adjust | filters}
+    if any(said.get(plugin) != nothing for plugin in adjust):
+        return None
+    found = [said.get(plugin) for plugin in filters if said.get(plugin) != nothing]
+    if len(found) > 1:
         return None  # which of them comes first is not for the kernel to say
-    return next((impl(request=request) for impl in hooks.fused_filters if impl.plugin in filters), None)
+    return found[0] if found else nothing

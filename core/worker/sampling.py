@@ -17,6 +17,8 @@ PROMPT_TILE = 32
 """Prompt rows whose logits exist at the same time."""
 SAMPLE_TILE = 128
 """Rows that are sampled together at most, which bounds the memory of their logits."""
+DEVICE_TILE = 256
+"""The same on a device: there the LM head is read once more for each tile."""
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [R, hidden_size] -> float32 [R, vocab_size], contiguous, on the CPU, to be overwritten."""
@@ -25,17 +27,18 @@ Fail = Callable[[str, TokenbusError, StepResult], None]
 
 def tiles(runs: Sequence[Run], *, fused: bool | None = None) -> list[list[int]]:
     """Indices of the runs that sample, in groups of at most SAMPLE_TILE rows (a run with more drafts is a group of its own). fused: only
-    those that a device samples, or only the others."""
+    those that a device samples, in groups of at most DEVICE_TILE, or only the others."""
+    most = DEVICE_TILE if fused else SAMPLE_TILE
     found: list[list[int]] = []
     room = 0
     for i, run in enumerate(runs):
-        if not run.rows or (fused is not None and fused != on_device(run)):
+        if (fused is not None and fused != on_device(run)) or not (rows := run.rows):
             continue
-        if run.rows > room:
+        if rows > room:
             found.append([])
-            room = SAMPLE_TILE
+            room = most
         found[-1].append(i)
-        room -= run.rows
+        room -= rows
     return found
 
 

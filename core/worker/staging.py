@@ -25,8 +25,8 @@ ARENAS = 3
 ALIGNMENT = 16
 FIRST_ARENA = 64 * 1024
 """Bytes of a new arena; one that is too small doubles."""
-FIRST_ROWS, FIRST_WIDTH = 16, 256
-"""Of the tables at first; they double when they are too small."""
+FIRST_ROWS, FIRST_WIDTH = 256, 1024
+"""Of the tables at first, 1 MiB; they double when they are too small, and graphs that read them are recorded anew."""
 TORCH_TYPES = {"int32": torch.int32, "int64": torch.int64, "float64": torch.float64}
 
 
@@ -69,15 +69,19 @@ class Staging:
         self._arenas[self._at].begin()
 
     def put(self, numbers: np.ndarray, to: torch.Tensor | None = None) -> torch.Tensor:
-        """A copy of int32, int64 or float64 numbers on the device, in `to` if given (of that shape and dtype, contiguous)."""
+        """A copy of int32, int64 or float64 numbers on the device, in `to` if given (of that shape and dtype, contiguous).
+
+        Without `to`, each row of a matrix begins at a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not."""
         dtype = TORCH_TYPES[numbers.dtype.name]
-        if to is None:
-            to = torch.empty(numbers.shape, dtype=dtype, device=self._device.device)
+        *outer, count = numbers.shape
+        unit = ALIGNMENT // numbers.itemsize if to is None and outer else 1
+        shape = (*outer, -(-count // unit) * unit)
+        whole = torch.empty(shape, dtype=dtype, device=self._device.device) if to is None else to
         if numbers.size:
-            pinned = self._arenas[self._at].room(numbers.nbytes).view(dtype).view(numbers.shape)
-            pinned.numpy()[...] = numbers
-            to.copy_(pinned, non_blocking=True)
-        return to
+            pinned = self._arenas[self._at].room(math.prod(shape) * numbers.itemsize).view(dtype).view(shape)
+            pinned.numpy()[..., :count] = numbers
+            whole.copy_(pinned, non_blocking=True)
+        return whole[..., :count]
 
     def end(self) -> None:
         """A step's last: everything was put."""
@@ -146,8 +150,9 @@ class Resident:
         width = self.tables.shape[1]
         for request, row in zip(requests, rows, strict=True):
             known, there = self._rows[request][1], len(request.blocks)
-            places.extend(range(row * width + known, row * width + there))
-            blocks.extend(request.blocks[known:])
+            if known < there:
+                places.extend(range(row * width + known, row * width + there))
+                blocks.extend(request.blocks[known:])
         if places:
             to = self._staging.put(np.asarray(places, dtype=np.int64))
             self.tables.view(-1).index_copy_(0, to, self._staging.put(np.asarray(blocks, dtype=np.int32)))

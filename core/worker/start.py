@@ -32,6 +32,8 @@ def load_model(config: Config, choose: ChooseLinears | None) -> tuple[str, Causa
 
     settings = config.model
     resolved, device = resolve(settings.model), resolve_device(settings.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest")  # no TF32, whatever the environment or a plugin has set
     model = load(
         resolved,
         settings.dtype,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...core.request import Request
-    from ...core.worker.state import SampleRow
+    from ...core.worker.state import FusedFilters, SampleRow, WorkerRequestState
 
 
 class Stops(Plugin):
@@ -74,6 +74,12 @@ class Stops(Plugin):
             minimum = row.request.fields.get("min_tokens")
             if minimum and row.position - row.request.num_prompt_tokens < minimum["count"]:
                 logits[index, minimum["banned"]] = -math.inf
+
+    @hookimpl
+    def fused_filters(self, request: WorkerRequestState) -> FusedFilters | None:
+        from ...core.worker.state import FusedFilters
+
+        return None if "min_tokens" in request.fields else FusedFilters()
 
     @hookimpl
     def text_filter(self, request: OutputContext) -> StopStrings | None:

@@ -105,7 +105,7 @@ class Harness:
 @asynccontextmanager
 async def engine(
     *plugins: type,
-    worker: FakeWorker | None = None,
+    worker: Any = None,
     on: tuple[str, ...] = (),
     num_blocks: int = 64,
     block_size: int = 4,
@@ -113,8 +113,11 @@ async def engine(
     shutdown: bool = True,
     expect: type[Exception] | None = None,
     ahead: bool = False,
+    served: tuple[Config, EngineInfo, PluginHost] | None = None,
 ) -> AsyncIterator[Harness]:
-    """On the way out: Shutdown, and the engine must have ended by itself; with `expect` it must have raised that instead."""
+    """On the way out: Shutdown, and the engine must have ended by itself; with `expect` it must have raised that instead.
+
+    served: what a real `worker` runs, which is loaded and has its cache."""
     config = Config(scheduler=scheduler or SchedulerConfig())
     host = PluginHost("engine")
     for plugin in plugins:
@@ -127,6 +130,8 @@ async def engine(
         max_model_len=num_blocks * block_size, block_size=block_size, num_blocks=num_blocks, weights_bytes=0,
         kv_bytes_per_token=1, eos_token_ids=(EOS,), lossless=True, ahead=ahead,
     )  # fmt: skip
+    if served is not None:
+        config, info, host = served
     outcome: list[Any] = []
 
     async def run(core: EngineCore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from device_fakes import AheadDriver, ResidentModel, on_device
@@ -12,6 +13,8 @@ from worker_fakes import ALL, VOCAB, Driver, Spec, loaded
 from tokenbus.core import sampler
 from tokenbus.core.plan import StepInput
 from tokenbus.core.plugin import Plugin, PluginInfo, hookimpl
+from tokenbus.core.worker.device import CpuDevice
+from tokenbus.core.worker.staging import Staging
 from tokenbus.core.worker.state import FusedFilters, WorkerRequestState
 
 PROMPT = [5, 9, 33, 2, 17, 40, 41, 8, 8, 60, 1]
@@ -227,6 +230,10 @@ class Twice(Plugin):
         ({"temperature": 0.0, "top_k": 3}, FusedFilters()),
         ({"temperature": 1.0, "twice": 1}, FusedFilters(top_k=VOCAB)),
         ({"temperature": 1.0, "twice": 1, "top_k": 3}, None),
+        ({"stop": ["x"], "stop_token_ids": [3], "ignore_eos": True}, FusedFilters()),
+        ({"temperature": 1.0, "top_k": 3, "stop": ["x"]}, FusedFilters(top_k=3)),
+        ({"temperature": 1.0, "top_k": 3, "min_tokens": {"count": 2, "banned": [5]}}, None),
+        ({"min_tokens": {"count": 2, "banned": [5]}}, None),
         ({"logprobs": 1}, None),
         ({"frequency_penalty": 1.0}, None),
     ],
@@ -239,8 +246,11 @@ def test_which_requests_are_sampled_on_the_device(fields, fused):
     assert runner._requests["a"].fused == fused
 
 
-def test_requests_come_and_go_through_few_rows():
+def test_requests_come_and_go_through_few_rows(monkeypatch):
     """Rows of the tables are used again; tables grow in both directions while requests run."""
+    from tokenbus.core.worker import staging
+
+    monkeypatch.setattr(staging, "FIRST_ROWS", 16)
     model = ResidentModel()
     mine = [Spec(f"r{i}", [(7 * i + j) % VOCAB for j in range(1 + i % 5)], 3 + i % 7, **KINDS["drawn"]) for i in range(20)]
     late = [Spec(f"s{i}", [(3 * i + j) % VOCAB for j in range(1 + i)], 5) for i in range(18)]
@@ -269,6 +279,22 @@ def test_tables_grow_with_the_longest_request(monkeypatch):
     resident = runner._computer._steps.resident
     assert resident.tables.shape == (4, 16)
     assert resident.generation >= 4
+
+
+def test_rows_that_were_put_begin_where_vectors_may():
+    staging = Staging(CpuDevice(asynchronous=True))
+    staging.begin()
+    for dtype in (np.int32, np.int64, np.float64):
+        for count in range(1, 9):
+            numbers = np.arange(3 * count, dtype=dtype).reshape(count, 3).T  # as the sampler's come
+            there = staging.put(numbers)
+            assert there.tolist() == numbers.tolist()
+            assert all(row.is_contiguous() and row.data_ptr() % 16 == there.data_ptr() % 16 for row in there.unbind(0))
+            to = torch.zeros((3, count), dtype=there.dtype)
+            assert staging.put(numbers, to).data_ptr() == to.data_ptr()
+            assert to.tolist() == numbers.tolist()
+            assert staging.put(numbers[0]).tolist() == numbers[0].tolist()
+    assert staging.put(np.zeros((0, 4), dtype=np.int32)).shape == (0, 4)
 
 
 def test_a_small_arena_grows_and_keeps_what_was_put(monkeypatch):

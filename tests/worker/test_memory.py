@@ -132,6 +132,16 @@ def test_attention_of_a_plugin_is_not_to_blame(make, monkeypatch):
         runner.run(driver.plan())
 
 
+def test_nor_for_a_device_that_broke(make, monkeypatch):
+    def prepare(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    runner, driver = make(ResidentModel()), Driver([Spec("a", PROMPT, 3)])
+    monkeypatch.setattr(FakeBackend, "prepare", prepare)
+    with pytest.raises(EngineDiedError, match="the GPU broke"):
+        runner.run(driver.plan())
+
+
 class HeadFails(ResidentModel):
     left = 1
 
@@ -158,6 +168,9 @@ def test_logits_are_tried_again_too(make):
         (torch.OutOfMemoryError("CUDA out of memory"), True, False),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False, True),
         (torch.AcceleratorError("CUDA error: out of memory"), True, False),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), False, True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True, False),
+        (RuntimeError("Triton Error [CUDA]: invalid argument"), False, False),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True, False),
         (MemoryError(), True, False),
         (RuntimeError("shapes do not fit"), False, False),
