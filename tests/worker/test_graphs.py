@@ -18,7 +18,7 @@ from tokenbus.core.worker import graphs
 from tokenbus.core.worker.device import CpuDevice, Graph
 from tokenbus.core.worker.graphs import bucket_of
 from tokenbus.core.worker.runner import ModelRunner
-from tokenbus.plugins.attention.triton import TritonBackend
+from tokenbus.core.worker.triton_attention import TritonAttention
 
 FEATURES = ("attention.triton", "sampling.truncation", "sampling.logprobs")
 VOCAB = 256
@@ -230,4 +230,4 @@ def test_buckets():
 
 
 def test_the_backend_can_be_recorded():
-    assert TritonBackend.capturable
+    assert TritonAttention.capturable
