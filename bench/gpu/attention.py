@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tokenbus.kernels.triton.attention import paged_attention
 
-from .caches import Paged, filled, free_options
+from .caches import Paged, filled
 from .reaches import CONTEXTS
 from .record import Record, finish, make_record, part_options
 from .timing import Times, measure
@@ -71,9 +71,9 @@ def decode(record: Record, case: Decode, batch: int = BATCH, device: str = "cuda
     def call(**options: Any) -> torch.Tensor:
         return paged_attention(q, cache.k, cache.v, plan, scale, **options)
 
-    free = free_options(1)
+    free = {"invariant": False, "longest": 1}
     times = measure(lambda _: call(**free))
-    exact = measure(lambda _: call()) if free else times
+    exact = measure(lambda _: call())
     record.check(f"decode attention, {case.name}", *close(call(**free), q, cache, [1] * batch, scale))
     read = cache.read_bytes
     cache.drop()
@@ -131,9 +131,9 @@ def prompt(record: Record, lengths: list[int], heads: int = 32, kv_heads: int = 
     def call(**options: Any) -> torch.Tensor:
         return paged_attention(q, cache.k, cache.v, plan, scale, **options)
 
-    free = free_options(max(lengths))
+    free = {"invariant": False, "longest": max(lengths)}
     times = measure(lambda _: call(**free))
-    exact = measure(lambda _: call()) if free else times
+    exact = measure(lambda _: call())
     name = f"{len(lengths)} x {lengths[0]} tokens, {heads} / {kv_heads} heads"
     record.check(f"prompt attention, {name}", *close(call(**free), q, cache, lengths, scale))
     flops = sum(4 * HEAD_DIM * heads * n * (n + 1) // 2 for n in lengths)
@@ -206,8 +206,10 @@ def warm(case: Decode | int, device: str = "cuda") -> None:
     new = 1 if isinstance(case, Decode) else WARM_TOKENS
     cache = filled([WARM_TOKENS] * 2, one.kv_heads, HEAD_DIM, block_size=one.block_size, stored=STORED[one.kv], device=device)
     q = torch.randn(2 * new, one.heads, HEAD_DIM, device=device).to(BF16)
-    for options in ({}, free_options(new)):
-        paged_attention(q, cache.k, cache.v, cache.plan([new] * 2), HEAD_DIM**-0.5, **options)
+    for invariant in (True, False):
+        paged_attention(
+            q, cache.k, cache.v, cache.plan([new] * 2), HEAD_DIM**-0.5, invariant=invariant, longest=None if invariant else new
+        )
 
 
 def main() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from tokenbus.kernels.triton.attention import ONE_BYTE, SCALE_BYTES, AttentionPlan, paged_attention
+from tokenbus.kernels.triton.attention import ONE_BYTE, SCALE_BYTES
+from tokenbus.kernels.triton.attention_plan import AttentionPlan
 from tokenbus.kernels.triton.kv_write import write_kv
 
 CHUNK = 1 << 17
@@ -80,9 +79,3 @@ def filled(
         rows = [torch.randn(len(some), kv_heads, head_dim, device=device, generator=generator).to(dtype) for _ in "kv"]
         write_kv(rows[0], rows[1], k, v, some)
     return made
-
-
-def free_options(longest: int) -> dict[str, Any]:
-    """Of `paged_attention` without the promise that a row's bits are the same in every batch. longest: tokens of the longest query."""
-    known = inspect.signature(paged_attention).parameters
-    return {name: value for name, value in {"invariant": False, "longest": longest}.items() if name in known}

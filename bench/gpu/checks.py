@@ -24,7 +24,7 @@ from tokenbus.kernels.triton.verify import verify
 from tokenbus.kernels.triton.weight_only_matmul import int4_matmul, int8_weight_matmul
 
 from .attention import close, stored
-from .caches import Paged, filled, free_options
+from .caches import Paged, filled
 from .record import Record, finish, make_record, part_options
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -101,7 +101,7 @@ def attention(
     cache = filled(s.contexts, kv_heads, dim, dtype=dtype, stored=kept, device=s.device)
     q = torch.randn(sum(s.new), heads, dim, device=s.device).to(dtype)
     found = paged_attention(q, cache.k, cache.v, cache.plan(s.new), dim**-0.5)
-    free = paged_attention(q, cache.k, cache.v, cache.plan(s.new), dim**-0.5, **free_options(max(s.new)))
+    free = paged_attention(q, cache.k, cache.v, cache.plan(s.new), dim**-0.5, invariant=False, longest=max(s.new))
     record.check(f"{name}: not invariant", *close(free, q, cache, list(s.new), dim**-0.5))
     starts = list(itertools.accumulate(s.new, initial=0))
     for r, count in enumerate(s.new):
@@ -112,7 +112,7 @@ def attention(
         by_itself = paged_attention(mine, cache.k, cache.v, alone.plan([count]), dim**-0.5)
         equal(record, f"{name}: request {r} alone, bit by bit", by_itself, found[starts[r] : starts[r + 1]])
     ones = [1] * len(s.contexts)
-    decoded = paged_attention(q[: len(ones)], cache.k, cache.v, cache.plan(ones), dim**-0.5, **free_options(1))
+    decoded = paged_attention(q[: len(ones)], cache.k, cache.v, cache.plan(ones), dim**-0.5, invariant=False, longest=1)
     record.check(f"{name}: decode step, not invariant", *close(decoded, q[: len(ones)], cache, ones, dim**-0.5))
 
 
@@ -179,6 +179,11 @@ def rows_alike(record: Record, s: Sizes, dtype: torch.dtype) -> None:
     found, kept = elementwise.add_rms_norm(x, other, weight, 1e-5)
     near(record, f"add + RMSNorm, {name}", found, F.rms_norm(total, (s.width,), wide[2], 1e-5), bound)
     near(record, f"residual sum, {name}", kept, total, bound)
+    total = normed + wide[1]
+    found, kept = elementwise.norm_add_rms_norm(x, other, weight, weight, 1e-5)
+    near(record, f"norm + add + norm, {name}", found, F.rms_norm(total, (s.width,), wide[2], 1e-5), bound)
+    near(record, f"residual sum of a norm, {name}", kept, total, bound)
+    near(record, f"soft-cap, {name}", elementwise.softcap(x, 3.0), 3 * torch.tanh(wide[0] / 3), bound)
     exact: dict[elementwise.Activation, torch.Tensor] = {
         "silu": F.silu(wide[0]),
         "gelu_tanh": F.gelu(wide[0], approximate="tanh"),
@@ -192,9 +197,15 @@ def rows_alike(record: Record, s: Sizes, dtype: torch.dtype) -> None:
     q, k = (t.view(s.rows, heads, dim).clone() for t in (x, other))
     cos, sin = angles.cos(), angles.sin()
     expected = [reference.rope(t.float(), cos[positions], sin[positions]) for t in (q, k)]
+    normed_q, normed_k = q.clone(), k.clone()
+    elementwise.rope_(normed_q, normed_k, positions, cos, sin, q_weight=weight[:dim], k_weight=weight[-dim:], eps=1e-5)
     elementwise.rope_(q, k, positions, cos, sin)
     for which, turned, right in (("q", q, expected[0]), ("k", k, expected[1])):
         near(record, f"rotary embedding of {which}, {name}", turned, right, bound)
+    for which, turned, of, w in (("q", normed_q, x, weight[:dim]), ("k", normed_k, other, weight[-dim:])):
+        heads_of = F.rms_norm(of.float().view(s.rows, heads, dim), (dim,), w.float(), 1e-5)
+        right = reference.rope(heads_of, cos[positions], sin[positions])
+        near(record, f"norm and rotary embedding of {which}, {name}", turned, right, bound)
     ids = torch.randint(0, s.rows, (3 * s.rows,), device=s.device)
     equal(record, f"embedding, {name}", elementwise.embed(x, ids), x[ids])
 

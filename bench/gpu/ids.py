@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from tokenbus import LLM, SamplingParams
 from tokenbus.core.selftest.tiny import make_tokenizer
-from tokenbus.core.settings_cli import sections
 
 from .record import Record, finish, make_record, part_options
 from .shapes import SHAPES, write_peaked
@@ -140,24 +138,10 @@ def compare(
     record.row("Greedy ids against transformers, float32", way=name, equal=equal, ties=ties, different=len(wrong))
 
 
-def present(settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of the settings that this version has, with values that it takes: older trees can be measured too."""
-    types = {field.name: field.type for section in sections().values() for field in msgspec.structs.fields(section)}
-    return {name: value for name, value in settings.items() if name in types and _takes(types[name], value)}
-
-
-def _takes(kind: Any, value: Any) -> bool:
-    try:
-        msgspec.convert(value, kind)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
 def run_way(record: Record, way: Way, scale: Scale, folder: Path, truth: Truth, expected: list[list[int]]) -> None:
     given = prompts(scale)
     params = SamplingParams(temperature=0.0, max_tokens=scale.new)
-    with LLM(str(folder), **present(way.settings)) as llm:
+    with LLM(str(folder), **way.settings) as llm:
         record.row("Engines of these", way=way.name, lossless=str(llm.info.lossless), reason=llm.info.lossless_reason or "-")
         for label in (way.name, f"{way.name}, prefix cache filled") if way.again else (way.name,):
             outputs = llm.generate(given, params, use_tqdm=False)

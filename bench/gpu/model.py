@@ -72,7 +72,7 @@ def tell(record: Record, case: Case, found: Sequence[Measured]) -> None:
                 "floor / step": f"{floor / period:.1%}",
                 "busy, ms": "-" if busy is None else f"{busy * 1e3:.3f}",
                 "gap, ms": "-" if gap is None else f"{gap * 1e3:.3f}",
-                "idle, ms": "-" if measured.idle is None else f"{measured.idle * 1e3:.3f}",
+                "idle, ms": f"{measured.idle * 1e3:.3f}",
             },
         )
         key = f"{case.shape}.{count}"

@@ -74,8 +74,8 @@ class Measured:
     """By a timed step, on average: weights and K/V by the model's arithmetic."""
     busy: float | None
     """Seconds that the device was busy in a step; None when it could not be recorded."""
-    idle: float | None = None
-    """Seconds of a step in which the worker had no order, by its own clock; None where the engine doesn't tell."""
+    idle: float
+    """Seconds of a step in which the worker had no order, by its own clock."""
 
     @property
     def period(self) -> float:
@@ -196,8 +196,7 @@ def evaluate(wave: Wave, outputs: list[tuple[float, StepOutput]], activity: dict
     periods = [b - a for (a, _), (b, _) in itertools.pairwise(timed)]
     moved = statistics.fmean(report.bytes_moved for _, report in timed)
     busy = activity["busy"] / activity["steps"] if activity and activity["busy"] > 0 else None
-    gaps = [gap for _, report in timed if (gap := getattr(report, "gap", None)) is not None]
-    return Measured(wave, periods, moved, busy, statistics.fmean(gaps) if gaps else None)
+    return Measured(wave, periods, moved, busy, statistics.fmean(report.gap for _, report in timed))
 
 
 async def _serve(

@@ -35,6 +35,9 @@ class RandomCheckpoint(loader.Checkpoint):
             return tensor.fill_(1.0)
         return tensor.normal_(0.0, SPREAD, generator=self._generator)
 
+    def raw(self, name: str) -> torch.Tensor | None:
+        return self.get(name) if name in self._shapes else None
+
     def check_all_read(self, *, tied: bool) -> None:
         loader.check_all_read(self._shapes.keys() - self._made, self._name, tied=tied)
 

@@ -17,7 +17,7 @@ from tokenbus.kernels.triton.matmul import matmul
 from tokenbus.kernels.triton.quantized_matmul import quantize_activations, quantize_weight, w8a8_matmul
 from tokenbus.kernels.triton.weight_only_matmul import int4_matmul, int8_weight_matmul
 
-from .caches import filled, free_options
+from .caches import filled
 
 BF16 = torch.bfloat16
 HEAD_DIM = 128
@@ -145,13 +145,13 @@ def _w4a16(case: Case, device: str, copies: int) -> Callable[[int, Config], torc
 def _attention(*, invariant: bool) -> Callable[[Attention, str, int], Callable[[int, Config], torch.Tensor]]:
     def make(case: Attention, device: str, copies: int) -> Callable[[int, Config], torch.Tensor]:
         lengths, new = [case.context] * case.requests, [case.new] * case.requests
-        options = {} if invariant else free_options(case.new)
+        longest = None if invariant else case.new
         sets = []
         for _ in range(copies):
             cache = filled(lengths, case.kv_heads, HEAD_DIM, stored=case.stored, device=device)
             q = torch.randn(sum(new), case.heads, HEAD_DIM, device=device).to(BF16)
             sets.append((q, cache.k, cache.v, cache.plan(new), HEAD_DIM**-0.5))
-        return lambda i, config: paged_attention(*sets[i], config=config, **options)
+        return lambda i, config: paged_attention(*sets[i], config=config, invariant=invariant, longest=longest)
 
     return make
 

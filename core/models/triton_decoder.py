@@ -1,8 +1,8 @@
 """The decoder on Triton kernels, layer by layer: for GPUs, and on the CPU in Triton's interpreter, which is for tests.
 
-What stands between two matrix products is one kernel each: a norm with the residual sum before it, the rotary embedding of Q and K in
-place, the gated activation, the embedding with its scale. Norms behind attention and MLP (Gemma 2 and 3), and of Q and K, are kernels of
-their own. Left to torch, as there is no kernel for it: the soft-cap of the logits, and a mixture's experts, which run as in `moe`.
+What stands between two matrix products is one kernel each: a norm with the residual sum before it, and before that the norm of what the
+half layer found (Gemma 2 and 3); the rotary embedding of Q and K in place, with their norms; the gated activation; the embedding with its
+scale; the soft-cap of the logits. Left to torch, as there is no kernel for it: a mixture's experts, which run as in `moe`.
 
 Rounding is `Decoder`'s: casts stand in the same places, sums are ordered otherwise. Importing this needs Triton (`triton_support`).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from ...kernels.triton.elementwise import add_rms_norm, embed, gated, rms_norm, rope_
+from ...kernels.triton.elementwise import add_rms_norm, embed, gated, norm_add_rms_norm, rms_norm, rope_, softcap
 from ...kernels.triton.launch import INTERPRETED
 from ..worker.triton_attention import TritonAttention
 from .batch_probe import batch_probe
@@ -92,13 +92,22 @@ class TritonDecoder(Decoder):
     ) -> torch.Tensor:
         part: _Attention = layer.attention
         q, k, v = part.qkv(x).view(x.shape[0], -1, part.head_dim).split(part.sizes, dim=1)
-        if part.q_norm is not None and part.k_norm is not None:
-            q, k = _normal(part.q_norm, q), _normal(part.k_norm, k)
-        if layer.rope is not None:
+        norms = None if part.q_norm is None or part.k_norm is None else (part.q_norm, part.k_norm)
+        if layer.rope is None:
+            q, k = (q, k) if norms is None else (_normal(norms[0], q), _normal(norms[1], k))
+        elif norms is None:
             rope_(q, k, batch.positions, *self._rope_rows[layer.rope])
+        else:
+            weights = {"q_weight": norms[0].weight, "k_weight": norms[1].weight}
+            kind = {"eps": norms[0].eps, "unit_offset": norms[0].unit_offset}  # all of a model's norms are alike in these
+            rope_(q, k, batch.positions, *self._rope_rows[layer.rope], **weights, **kind)
         index = part.index
         found = backend.attend(q, k, v, kv.k[index], kv.v[index], batch.attention, part.params)
         return part.out(found.reshape(x.shape[0], -1))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        found, cap = self.head(hidden), self.config.logit_softcap
+        return found.float() if cap is None else softcap(found, cap)
 
     def numerics_probe(self) -> tuple[bool, str]:
         """The model itself, on this device, once."""
@@ -114,9 +123,10 @@ def _normal(norm: _Norm, x: torch.Tensor) -> torch.Tensor:
 
 def _added(found: torch.Tensor, own: _Norm | None, stream: torch.Tensor, norm: _Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual stream with what a half layer found, normalised and as it is. own: that half's own norm."""
-    if own is not None:
-        found = _normal(own, found)
-    return add_rms_norm(found, stream, norm.weight, norm.eps, unit_offset=norm.unit_offset)
+    kind = {"eps": norm.eps, "unit_offset": norm.unit_offset}
+    if own is None:
+        return add_rms_norm(found, stream, norm.weight, **kind)
+    return norm_add_rms_norm(found, stream, own.weight, norm.weight, **kind)
 
 
 def _mlp(mlp: _Mlp, x: torch.Tensor, activation: Literal["silu", "gelu_tanh"]) -> torch.Tensor:

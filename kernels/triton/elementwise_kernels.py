@@ -1,4 +1,7 @@
-"""The kernels of elementwise.py. Strides are in elements; rows are numbered through [outer, inner]; what is written is contiguous."""
+"""The kernels of elementwise.py. Strides are in elements; rows are numbered through [outer, inner]; what is written is contiguous.
+
+Neither the number of rows nor where numbers of rows lie is specialised upon: one binary serves every batch. (Rows of a tensor [4, T]
+begin at a multiple of 16 bytes or not as T has it; Triton would compile both, the second in the middle of serving.)"""
 
 # Triton's language is read by its compiler, whose types pyright does not know.
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
@@ -31,7 +34,7 @@ def _scaled(value, scale, weight, column, n, HAS_WEIGHT: tl.constexpr, UNIT_OFFS
     return normal.to(value.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm_kernel(
     x, residual, weight, out, total, rows, inner, x_outer, x_inner, r_outer, r_inner, eps,
     n: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, UNIT_OFFSET: tl.constexpr,
@@ -78,7 +81,7 @@ def rms_norm_kernel(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_add_norm_kernel(
     x, residual, inner_weight, weight, out, total, rows, x_stride, r_stride, eps,
     n: tl.constexpr, UNIT_OFFSET: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -141,7 +144,7 @@ def _rotate(
     tl.store(row + b_of[None, :], (b * c[None, :] + a * s[None, :]).to(narrow_a.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rope_kernel(
     q, k, q_weight, k_weight, positions, cos, sin, q_heads, k_heads, q_token, q_head, k_token, k_head, cos_row, sin_row, q_groups, half,
     dim, eps, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, NORM: tl.constexpr,

@@ -58,7 +58,7 @@ def store_rows(
         tl.store(scales + scale_at[:, None], tl.where(whole, scale[:, None], float("nan")), mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def kv_write_kernel(
     k,
     v,

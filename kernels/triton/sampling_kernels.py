@@ -35,6 +35,8 @@ _LAST_KEY = tl.constexpr(0x7F7FFFFF)
 """Of the largest finite distance. A token at -inf has the next one."""
 _MARGIN = tl.constexpr(1e-3)
 _SOME = tl.constexpr(1e-30)
+_NUMBERS = ["temperatures", "top_ks", "top_ps", "min_ps", "seeds", "positions", "choices"]
+"""A number for each row, read one by one: where they lie must not make for another binary (see elementwise_kernels.py)."""
 
 
 @triton.jit
@@ -239,7 +241,7 @@ def _raw_logprob(logits, size, top, token, BLOCK: tl.constexpr):
     return value - (top.to(tl.float64) + tl.log(tl.sum(held, axis=0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS)
 def sample_kernel(
     logits, row_stride, temperatures, top_ks, top_ps, min_ps, seeds, positions, choices, tokens, logprobs, states,
     size: tl.constexpr, LOGPROBS: tl.constexpr, BLOCK: tl.constexpr,
@@ -280,7 +282,7 @@ def sample_kernel(
         tl.store(logprobs + row, logprob.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_NUMBERS[:4])
 def filter_kernel(logits, row_stride, temperatures, top_ks, top_ps, min_ps, out, size: tl.constexpr, BLOCK: tl.constexpr):
     """One row."""
     row = tl.program_id(0)

@@ -244,6 +244,7 @@ def output(step, requests, prompt=0, moved=1000):
     report = StepReport(
         step_id=step, started=0.0, duration=0.0, phases={}, num_requests=requests, prompt_tokens=prompt, decode_tokens=requests,
         running=requests, waiting=0, free_blocks=0, num_blocks=0, preempted=0, allocation_failures=0, bytes_moved=moved, flops=0,
+        gap=0.25,
     )  # fmt: skip
     return StepOutput(step_id=step, report=report)
 
@@ -256,6 +257,7 @@ def test_only_steps_that_decode_all_requests_are_timed():
     assert found.periods == [2.0] * 6
     assert found.busy == 1.5
     assert found.gap == 0.5
+    assert found.idle == 0.25
     assert served.evaluate(wave, steps, None).gap is None
     with pytest.raises(RuntimeError, match="only 0 steps"):
         served.evaluate(Wave(5, steps=10), steps, None)
@@ -269,8 +271,8 @@ def test_overlapping_activity_counts_once():
 def test_steps_become_the_figures_of_the_reaches():
     record = Heard({"limit.copy": 1e12})
     off, on = model.CASES[0], next(case for case in model.CASES if case.shape == "8B" and case.label == model.INVARIANT)
-    model.tell(record, off, [Measured(Wave(32), [0.010] * 9, 8e9, 0.0098)])
-    model.tell(record, on, [Measured(Wave(32), [0.0125] * 9, 8e9, None)])
+    model.tell(record, off, [Measured(Wave(32), [0.010] * 9, 8e9, 0.0098, 1e-4)])
+    model.tell(record, on, [Measured(Wave(32), [0.0125] * 9, 8e9, None, 0.0)])
     assert record.known["step.8B.32.share"] == pytest.approx(0.8)
     assert record.known["step.8B.32.gap_ms"] == pytest.approx(0.2)
     assert record.known["determinism.8B.32.cost"] == pytest.approx(0.2)
@@ -282,7 +284,7 @@ def test_the_cases_give_every_figure_that_a_reach_asks_for():
 
     record = Heard({"limit.copy": 1e12})
     for case in model.CASES:
-        model.tell(record, case, [Measured(wave, [0.01] * 9, 8e9, 0.009) for wave in case.waves])
+        model.tell(record, case, [Measured(wave, [0.01] * 9, 8e9, 0.009, 0.0) for wave in case.waves])
     asked = {name for reach in REACHES for name in reach.names if name.startswith(("step.", "determinism."))}
     assert asked <= record.known.keys()
 

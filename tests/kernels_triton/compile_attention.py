@@ -34,11 +34,11 @@ FP8 = torch.float8_e4m3fn
 DECODE, DRAFTS, PROMPT = ({"invariant": False, "longest": longest} for longest in (1, 6, None))
 CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": BF16},
-    "decode": {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": BF16, "tiling": DECODE},
     "decode, fp8": {"heads": 64, "kv_heads": 8, "dim": 128, "dtype": BF16, "cache_dtype": FP8, "tiling": DECODE},
-    "prompt": {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": BF16, "tiling": PROMPT},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "decode": {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": BF16, "tiling": DECODE},
+    "prompt": {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": BF16, "tiling": PROMPT},
     "int8": {"heads": 32, "kv_heads": 8, "dim": 128, "dtype": BF16, "cache_dtype": torch.int8},
     "float16, window, soft-cap": {
         "heads": 8,

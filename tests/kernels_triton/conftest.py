@@ -1,6 +1,7 @@
 """Triton kernels run in Triton's interpreter here: on the CPU, slowly, and without any GPU.
 
-With TRITON_INTERPRET=0 in the environment the same tests run on a GPU, and are marked `cuda`: TRITON_INTERPRET=0 pytest -m cuda."""
+With TRITON_INTERPRET=0 in the environment those that run kernels do so on a GPU, and are marked `cuda`:
+TRITON_INTERPRET=0 pytest -m cuda."""
 
 from __future__ import annotations
 
@@ -36,12 +37,14 @@ if interpreter is not None and hasattr(interpreter, "_patch_lang_tensor"):
 
 
 ON_A_GPU = os.environ["TRITON_INTERPRET"] != "1"
+WITHOUT_ONE = ("test_compile_", "test_configs", "test_attention_plugin")
+"""Files that need no GPU: tables, what the compiler makes of the kernels, and a plugin on the CPU (on a GPU: tests/worker)."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if ON_A_GPU:
         for item in items:
-            if item.path.parent == Path(__file__).parent:
+            if item.path.parent == Path(__file__).parent and not item.path.name.startswith(WITHOUT_ONE):
                 item.add_marker(pytest.mark.cuda)
                 item.add_marker(pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"))
 

@@ -89,13 +89,19 @@ class Case:
         seed: int = 0,
         config: Mapping[str, int] | None = SMALL,
         invariant: bool = True,
+        known: Mapping[int, int] | None = None,
     ) -> list[torch.Tensor]:
-        """Each step: {request: new tokens}, in the batch's order. Each request's outputs of all steps; empty if it had none."""
+        """Each step: {request: new tokens}, in the batch's order. Each request's outputs of all steps; empty if it had none. known: its
+        first tokens that are in the caches beforehand."""
         counts = [-(-len(rows) // self.block_size) for rows in self.q]
         order = torch.randperm(sum(counts) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
         tables = [[order.pop() for _ in range(count)] for count in counts]
         k_cache, v_cache = self.caches(sum(counts) + 3, fill)
-        done = [0] * len(self.q)
+        done = [(known or {}).get(r, 0) for r in range(len(self.q))]
+        for r, count in (known or {}).items():
+            write_kv(
+                *(of[r][:count].to(DEVICE) for of in (self.k, self.v)), k_cache, v_cache, self.slots({r: slice(count)}, tables)
+            )
         out: list[list[torch.Tensor]] = [[] for _ in self.q]
         for step in steps:
             parts = {r: slice(done[r], done[r] + n) for r, n in step.items()}
@@ -114,7 +120,9 @@ class Case:
 
     def slots(self, parts: Mapping[int, slice], tables: list[list[int]]) -> torch.Tensor:
         size = self.block_size
-        places = [tables[r][p // size] * size + p % size for r, part in parts.items() for p in range(part.start, part.stop)]
+        places = [
+            tables[r][p // size] * size + p % size for r, part in parts.items() for p in range(part.start or 0, part.stop)
+        ]
         return torch.tensor(places, device=DEVICE)
 
     def stored(self, x: torch.Tensor) -> torch.Tensor:

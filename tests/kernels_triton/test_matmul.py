@@ -8,7 +8,7 @@ import triton.language as tl
 from tokenbus.kernels.triton import matmul as module
 from tokenbus.kernels.triton.matmul import matmul
 
-from .paged import seeded
+from .paged import INTERPRETED, seeded
 
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
@@ -27,8 +27,8 @@ def make(m, n, k, dtype, *, seed=0):
 
 def tolerance(dtype):
     """One rounding of results of size 1: 2^-24, 2^-11 (float16); the interpreter cuts bfloat16 off, which errs by up to 2^-7. Below that, a
-    float32 sum of a hundred products."""
-    return {F32: {"rtol": 1e-5, "atol": 2e-6}, BF16: {"rtol": 2**-7, "atol": 2e-6}, F16: {"rtol": 2**-10, "atol": 2e-6}}[dtype]
+    float32 sum of a hundred products; tensor cores cut off what IEEE rounds."""
+    return {"rtol": {F32: 1e-5, BF16: 2**-7, F16: 2**-10}[dtype], "atol": 2e-6 if INTERPRETED else 1e-5}
 
 
 def reference(x, weight, bias=None):
@@ -112,11 +112,11 @@ def test_empty(invariant):
 def test_a_row_is_the_same_bits_whatever_is_beside_it(dtype):
     x, weight, bias = make(150, 70, 200, dtype)
     whole = matmul(x, weight, bias)
-    for rows in (1, 2, 15, 16, 17, 64, 65, 128, 149):
+    for rows in (1, 2, 16, 17, 65, 149):
         assert torch.equal(matmul(x[:rows], weight, bias), whole[:rows]), rows
-    for i in (0, 1, 40, 63, 64, 100, 149):
+    for i in (0, 63, 64, 149):
         assert torch.equal(matmul(x[i : i + 1], weight, bias), whole[i : i + 1]), i
-    for shift in (1, 5, 16, 31, 64, 77):
+    for shift in (1, 16, 77):
         assert torch.equal(matmul(x.roll(shift, 0), weight, bias), whole.roll(shift, 0)), shift
     loud = x.clone()
     loud[1:] *= 100

@@ -18,7 +18,7 @@ from tokenbus.kernels.triton.philox import gumbels, random_words, rough_gumbels
 from tokenbus.kernels.triton.sampling import NOT_A_NUMBER, NOTHING_FINITE, OK, SamplingRows, filter_logits, sample
 from tokenbus.plugins.sampling.truncation import keep
 
-from .paged import DEVICE, seeded
+from .paged import DEVICE, INTERPRETED, seeded
 
 pytestmark = pytest.mark.usefixtures("where_kernels_run")
 
@@ -123,11 +123,11 @@ def test_gumbels_are_those_of_the_engine_and_rough_ones_are_near():
     gumbels_kernel[(1,)](torch.tensor(words), exact, rough, BLOCK=512)
     wanted = rng.gumbels(np.array(words, dtype=np.uint32))
     np.testing.assert_allclose(exact.cpu().numpy(), wanted, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(rough.cpu().numpy(), wanted, rtol=0, atol=2e-5)  # 1e-3 is allowed for
+    np.testing.assert_allclose(rough.cpu().numpy(), wanted, rtol=0, atol=2e-5 if INTERPRETED else 1e-4)  # 1e-3 is allowed for
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [5, 150])
+@pytest.mark.parametrize("size", [5, 100])
 def test_the_set_that_survives_and_the_token(size, kind):
     logits, rows = batch(kind, size), rows_for(PARAMETERS)
     before = logits.clone()
@@ -274,7 +274,7 @@ def draw(count, temperature, top_k=0, top_p=1.0):
 
 
 def test_draws_follow_softmax_after_temperature():
-    tokens = draw(250, 1.3)
+    tokens = draw(180, 1.3)
     assert likelihood(tokens, expected(1.3)) > RIGHT
     assert likelihood(tokens, expected(9.0)) < WRONG, "the test can't tell one temperature from another"
 

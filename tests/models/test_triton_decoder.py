@@ -4,6 +4,7 @@ a GPU with -m cuda. The interpreter takes about a millisecond an operation: mode
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tokenbus.core.models.triton_decoder import SLACK, TritonDecoder
 from tokenbus.core.models.triton_linears import CublasLinears, InvariantLinear
 from tokenbus.core.worker.torch_attention import TorchAttention
 from tokenbus.core.worker.triton_attention import TritonAttention
+from tokenbus.kernels.triton import elementwise
 
 from .test_families import limit
 
@@ -144,6 +146,17 @@ def test_without_invariance_it_says_so_and_gives_the_same_to_rounding(small, loa
         invariant=False,
     )
     assert on_torch.spec.lossless_reason == GPU_IS_OFF
+
+
+def test_what_stands_between_two_products_is_one_kernel(load_small, paged, tokens, monkeypatch, device):
+    """Norms on both sides of the residual sum, and of heads before they are turned, are no launches of their own."""
+    started, plain = Counter(), elementwise.launch
+    monkeypatch.setattr(
+        elementwise, "launch", lambda kernel, *of, **to: started.update([kernel.fn.__name__]) or plain(kernel, *of, **to)
+    )
+    paged(load_small("gemma3"), backend=TritonAttention(device)).prefill("a", tokens(3, seed=1, vocab=VOCAB), 3)
+    each = {"embed": 1, "rms_norm": 1, "rope": 2, "norm_add_norm": 4, "gated": 2}
+    assert started == {f"{name}_kernel": count for name, count in each.items()}
 
 
 def test_a_tied_model_has_its_embedding_once(load_small):
