@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from tokenbus.core.errors import ModelError
 from tokenbus.core.models.families import decoder_config
