@@ -244,7 +244,7 @@ def test_tests_that_do_not_end_in_time_tell_what_they_had(slow, monkeypatch, tmp
         f"import time\ndef test_quick(): pass\ndef test_wrong(): assert 0\ndef test_last(): {pause}\n", encoding="utf-8"
     )
     monkeypatch.setattr(kernels, "INTERPRETED", (str(path),))
-    record = Record(tmp_path / "record.jsonl", seconds=kernels.RESERVE + 12)
+    record = Record(tmp_path / "record.jsonl", seconds=kernels.RESERVE + 30)
     kernels.run_tests(record, interpret=True)
     found = Findings()
     found.read(tmp_path / "record.jsonl")

@@ -81,7 +81,8 @@ def test_nothing_yet():
     assert "the engine has not answered yet" in "\n".join(Screen().lines(80, 24))
 
 
-def test_one_look_and_the_end(url, capsys):
+def test_one_look_and_the_end(url, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["top", "--url", url, "--once"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
