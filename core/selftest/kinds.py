@@ -11,8 +11,8 @@ from ..front.tokenizer import Tokenizer
 from .stand import Answer, Ask, Stand
 
 REGEX = "([abc][0-9]){10}"
-WORDLESS = (9, 10, 11, 12)
-"""Ids for "a", "b", "c" and " " where there is no tokenizer."""
+WORDLESS = 9
+"""Id of the first letter where there is no tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,26 @@ def questions(
     return made
 
 
+def questions_with(
+    stand: Stand, names: Sequence[str], prompts: Sequence[Ask], new: int, *, few: bool, plain: Callable[[Ask], Answer]
+) -> list[Question]:
+    """The same about prompts that are given, with their media, as ids."""
+    made = []
+    for number, prompt in enumerate(prompts):
+        for name in names:
+            kind = KINDS[name]
+            options = {"max_tokens": new, "temperature": kind.temperature, "seed": kind.seed, "group": f"{name}-{number}"}
+            for choice in range(kind.choices):
+                ask = replace(prompt, choice=choice, fields=_fields(stand, kind, few=few), **options)
+                made.append(_ended(kind, Question(name, ask, None), plain))
+    return made
+
+
 def _fields(stand: Stand, kind: Kind, *, few: bool) -> dict[str, Any]:
     fields = dict(kind.fields)
     if few:
         letters = kind.few or FEW
-        ids = dict(zip(FEW, WORDLESS, strict=True)) if (t := stand.front.tokenizer) is None else _letters(t, letters)
+        ids = _letters(stand.front.tokenizer, letters)
         fields |= {"frequency_penalty": kind.varied} if kind.varied else {}
         fields["logit_bias"] = {str(ids[letter]): bias for letter, bias in letters.items()} | fields.get("logit_bias", {})
     if kind.ends != "grammar" and stand.front.honours({"ignore_eos": True}):
@@ -102,8 +117,12 @@ def _fields(stand: Stand, kind: Kind, *, few: bool) -> dict[str, Any]:
     return fields
 
 
-def _letters(tokenizer: Tokenizer, letters: Iterable[str]) -> dict[str, int]:
-    return {letter: tokenizer.encode_now(letter, add_special_tokens=False)[-1] for letter in letters}
+def _letters(tokenizer: Tokenizer | None, letters: Iterable[str]) -> dict[str, int]:
+    """Ids that stand for them; any where there is no tokenizer, or one without words."""
+    found = {} if tokenizer is None else {letter: tokenizer.encode_now(letter, add_special_tokens=False) for letter in letters}
+    if all(found.values()) and found:
+        return {letter: ids[-1] for letter, ids in found.items()}
+    return {letter: WORDLESS + place for place, letter in enumerate(letters)}
 
 
 def _ended(kind: Kind, question: Question, plain: Callable[[Ask], Answer]) -> Question:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .kinds import Question, possible, questions
+from .kinds import Question, possible, questions, questions_with
 from .stand import Answer, Ask, Outcome, Stand
 from .ways import Oracle, Way
 
@@ -51,11 +51,24 @@ class Cell:
 class Matrix:
     """Plain answers come first, which all is compared with: each request alone, prompts whole, nothing cached, one thread."""
 
-    def __init__(self, stand: Stand, names: Sequence[str], lengths: Sequence[int], new: int, *, few: bool) -> None:
-        """names: kinds of sampling (of kinds.KINDS); those that can't be had here are left out. The rest as in `kinds.questions`."""
+    def __init__(
+        self,
+        stand: Stand,
+        names: Sequence[str],
+        lengths: Sequence[int],
+        new: int,
+        *,
+        few: bool,
+        prompts: Sequence[Ask] = (),
+    ) -> None:
+        """names: kinds of sampling (of kinds.KINDS); those that can't be had here are left out. prompts: given ones, with media maybe, in
+        place of some of `lengths`. The rest as in `kinds.questions`."""
         self.stand = stand
         self.kinds = [name for name in names if possible(stand, name)]
-        self.questions = questions(stand, self.kinds, lengths, new, few=few, plain=self._plain)
+        if prompts:
+            self.questions = questions_with(stand, self.kinds, prompts, new, few=few, plain=self._plain)
+        else:
+            self.questions = questions(stand, self.kinds, lengths, new, few=few, plain=self._plain)
         self.plain = [self._plain(question.ask) for question in self.questions]
         Oracle.learn([question.ask for question in self.questions], self.plain)
 
@@ -149,6 +162,7 @@ class Matrix:
     def _counts(self, kind: str, way: Way, own: list[tuple[int, Answer]], outcome: Outcome) -> dict[str, int]:
         """Everything that has to happen, and how often it did."""
         answers = [answer for _, answer in own]
+        media = any(self.questions[i].ask.media for i, _ in own)
         reads_cache = "prompt_logprobs" not in self.questions[own[0][0]].ask.fields  # such a request never does
         counts = {
             "chunks": (way.chunk, sum(answer.chunks for answer in answers if answer.chunks > 1)),
@@ -159,6 +173,7 @@ class Matrix:
             "preemptions": (way.room == "tight", sum(answer.preempted for answer in answers)),
             "answers gone on with": (way.restart, sum(answer.resumed for answer in answers)),
             "tokens made of text": (way.text, sum(answer.tokenized for answer in answers)),
+            "tokens of media": (media, outcome.media_tokens),
             "steps planned ahead": (way.ahead and not way.proposer, outcome.ahead),
             "steps elsewhere": (way.process, outcome.steps if outcome.worker_pid != os.getpid() else 0),
         }

@@ -83,6 +83,8 @@ class Outcome:
     """Steps planned before the one before them had run."""
     discarded: int = 0
     """Tokens that those ran in vain."""
+    media_tokens: int = 0
+    """Placeholders of media that were run."""
     worker_pid: int = 0
     """Of the process that ran the steps."""
     counters: dict[str, float] = field(default_factory=dict)
@@ -375,6 +377,7 @@ class _Run:
     def _count(self, plan: StepPlan) -> None:
         outcome, requests = self._outcome, self._engine.scheduler.requests
         outcome.preempted += len(plan.preempted)
+        outcome.media_tokens += plan.num_media_tokens
         outcome.largest_batch = max(outcome.largest_batch, len(plan.num_tokens))
         for request_id in plan.preempted:
             self._answers[request_id].preempted += 1

@@ -90,9 +90,10 @@ def every_way() -> list[Way]:
     return random.Random(1).sample(ways, len(ways))  # noqa: S311 - repeatable, not secret
 
 
-def pairwise_ways(kinds: Sequence[str]) -> list[tuple[Way, str]]:
-    """Ways, each with a kind of sampling, so that any two values meet somewhere."""
-    rows = pairwise({**AXES, "kind": tuple(kinds)})
+def pairwise_ways(kinds: Sequence[str], *, text: bool = True) -> list[tuple[Way, str]]:
+    """Ways, each with a kind of sampling, so that any two values meet somewhere. text: prompts can be had as text."""
+    axes: dict[str, tuple[Any, ...]] = {**AXES, "text": (False, True) if text else (False,), "kind": tuple(kinds)}
+    rows = pairwise(axes)
     return [(_way(row, number), row["kind"]) for number, row in enumerate(rows)]
 
 
