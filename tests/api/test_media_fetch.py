@@ -297,11 +297,11 @@ async def test_nothing_listens_there():
 
 
 async def test_closing_stops_what_is_under_way():
-    begun = asyncio.Event()
+    begun, over = asyncio.Event(), asyncio.Event()
 
     async def silent(request):
         begun.set()
-        await asyncio.sleep(30)
+        await over.wait()
         return web.Response()
 
     async with listening(silent, PUBLIC) as server:
@@ -309,5 +309,6 @@ async def test_closing_stops_what_is_under_way():
         future = fetcher.begin(server.url, WHERE, "image", 1000, Budget(1000))
         await begun.wait()
         await anyio.to_thread.run_sync(fetcher.close)
+        over.set()
         assert future.cancelled()
         assert not any(thread.name == "media-fetch" for thread in threading.enumerate())
