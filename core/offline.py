@@ -5,8 +5,10 @@ An event loop on a thread of its own runs the front (tokenizer, admission, detok
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -72,6 +74,20 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     notes: dict[str, str] = {}
 
 
+def _close_at_exit(llm: LLM) -> None:
+    """For a program that ends without `close`, with an error maybe: Python joins the portal's thread before it calls what `atexit`
+    knows, and would wait for ever. What `threading` itself calls comes first; concurrent.futures uses the same."""
+    left = weakref.ref(llm)
+
+    def close() -> None:
+        if (one := left()) is not None:
+            one.close()
+
+    register: Callable[[Callable[[], None]], None] | None = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(close)
+
+
 class LLM:
     """A model, ready to generate. Use it as a context manager, or call `close`.
 
@@ -92,6 +108,7 @@ class LLM:
         except BaseException:
             self._stack.close()
             raise
+        _close_at_exit(self)
 
     def _start(self) -> Service:
         config = self.config

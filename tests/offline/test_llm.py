@@ -228,3 +228,10 @@ def test_a_model_that_reads_text_only_is_named_when_it_is_given_an_image(llm):
         llm.chat([{"role": "user", "content": [{"type": "text", "text": "see"}, image]}], GREEDY)
     with pytest.raises(FieldError, match=r"'prompt.images\[0\]': the model .* reads text only"):
         llm.generate({"prompt": "<image>", "images": ["a.png"]}, GREEDY, use_tqdm=False)
+
+
+def test_a_program_that_fails_without_closing_it_ends():
+    script = "from tokenbus import LLM\nllm = LLM('demo')\nraise ValueError('on purpose')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: on purpose")
