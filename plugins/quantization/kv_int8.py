@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 from ...core.plugin import Plugin, PluginInfo, hookimpl
+from .checks import stored_as
 
 if TYPE_CHECKING:
     from ...core.models.linears import Refusal
     from ...core.worker.attention import KVLayout
-
-SCALE_BYTES = 4
 
 
 class KvInt8(Plugin):
@@ -25,8 +23,4 @@ class KvInt8(Plugin):
 
     @hookimpl
     def kv_layout(self, layout: KVLayout) -> KVLayout | Refusal:
-        if odd := [dim for dim in layout.head_dim if dim % SCALE_BYTES]:
-            from ...core.models.linears import Refusal
-
-            return Refusal(f"a head of {odd[0]} values, no multiple of {SCALE_BYTES}, leaves no room for an aligned scale")
-        return dataclasses.replace(layout, stored="int8")
+        return stored_as(layout, "int8")
