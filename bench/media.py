@@ -1,4 +1,4 @@
-"""Text requests' inter-token latency while images are decoded, processed and encoded, over the same without images."""
+"""Text requests' inter-token latency while images are processed, and encoded, over the same without images."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
@@ -25,8 +26,10 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "photo"))
 
-from photo import make_model, wait_ready  # noqa: E402 - of the example
+from photo import PATCH, SIDE, make_model, wait_ready  # noqa: E402 - of the example
 
+KINDS = ("alone", "processed", "prompts", "images")
+"""Texts alone; beside images that are decoded and processed, and then refused; beside texts as long as an image; beside images."""
 _number = itertools.count()
 
 
@@ -69,53 +72,64 @@ async def text(http: aiohttp.ClientSession, tokens: int) -> list[float]:
     return [later - sooner for sooner, later in itertools.pairwise(times)]
 
 
-async def images(http: aiohttp.ClientSession, urls: list[str], stop: asyncio.Event) -> int:
-    """One request with an image after the other, until told to stop; how many."""
+def beside(kind: str, url: str) -> dict[str, Any]:
+    """What one sender asks for: an image, whose answer is one token; or one that is refused when its image has been processed, for its
+    answer would be too long; or a text of as many tokens as the image has."""
+    if kind == "prompts":
+        return {"messages": [{"role": "user", "content": f"{next(_number):0{(SIDE // PATCH) ** 2}}?"}], "max_tokens": 1}
+    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+    return {"messages": [{"role": "user", "content": parts}], "max_tokens": 10**6 if kind == "processed" else 1}
+
+
+async def send(http: aiohttp.ClientSession, kind: str, urls: list[str], stop: asyncio.Event) -> int:
+    """One such request after the other, until told to stop; how many."""
     done = 0
     while not stop.is_set() and urls:
-        parts = [{"type": "image_url", "image_url": {"url": urls.pop()}}, {"type": "text", "text": "?"}]
-        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
-        async with http.post("/v1/chat/completions", json=body) as answer:
-            answer.raise_for_status()
+        async with http.post("/v1/chat/completions", json=beside(kind, urls.pop())) as answer:
+            if answer.status != (400 if kind == "processed" else 200):
+                raise RuntimeError(f"{kind}: status {answer.status}: {await answer.text()}")
             await answer.read()
         done += 1
     return done
 
 
-async def one_round(http: aiohttp.ClientSession, options: argparse.Namespace, urls: list[str]) -> tuple[list[float], int]:
-    """Gaps of all text streams, and images that were answered meanwhile."""
+async def one_round(http: aiohttp.ClientSession, kind: str, options: argparse.Namespace) -> tuple[list[float], int]:
+    """Gaps of all text streams, and how many requests were answered beside them."""
     stop = asyncio.Event()
-    senders = [asyncio.create_task(images(http, urls, stop)) for _ in range(options.senders if urls else 0)]
+    urls = [] if kind == "alone" else [picture(options.side) for _ in range(options.images)]
+    senders = [asyncio.create_task(send(http, kind, urls, stop)) for _ in range(options.senders if urls else 0)]
     gaps = await asyncio.gather(*(text(http, options.tokens) for _ in range(options.streams)))
+    if kind != "alone" and not urls:
+        print(f"{kind}: all were sent before the texts had ended: give more --images")
     stop.set()
     return [gap for stream in gaps for gap in stream], sum(await asyncio.gather(*senders))
 
 
 async def measure(server: str, options: argparse.Namespace) -> None:
-    ratios, tails = [], []
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     async with aiohttp.ClientSession(server, timeout=aiohttp.ClientTimeout(600)) as http:
-        await one_round(http, options, [picture(options.side) for _ in range(options.senders)])
+        for kind in KINDS:
+            stop = asyncio.Event()
+            await send(http, kind, [picture(options.side)], stop)
+        await one_round(http, "alone", options)
         for index in range(options.rounds):
-            found = {}
-            for kind in ("text", "images") if index % 2 else ("images", "text"):  # each goes first as often
-                urls = [picture(options.side) for _ in range(options.images)] if kind == "images" else []
-                gaps, sent = await one_round(http, options, urls)
-                found[kind] = (statistics.fmean(gaps), float(np.quantile(gaps, 0.99)))
-                count = f", {sent} images of {options.side} x {options.side} answered" if urls or sent else ""
-                print(f"{kind:7} mean {1e3 * found[kind][0]:.2f} ms, p99 {1e3 * found[kind][1]:.2f} ms{count}")
-                if kind == "images" and not urls:
-                    print("        the images were all sent before the texts had ended: give more --images")
-            ratios.append(found["images"][0] / found["text"][0])
-            tails.append(found["images"][1] / found["text"][1])
-    for name, values in (("mean", ratios), ("p99", tails)):
-        print(
-            f"{name}: {statistics.median(values):.3f} x without images ({min(values):.3f} to {max(values):.3f}, {len(values)} pairs)"
-        )
+            for kind in KINDS[index % len(KINDS) :] + KINDS[: index % len(KINDS)]:  # each goes first as often
+                gaps, sent = await one_round(http, kind, options)
+                mean, p99 = statistics.fmean(gaps), float(np.quantile(gaps, 0.99))
+                found[kind].append((mean, p99))
+                print(
+                    f"{kind:9} mean {1e3 * mean:6.2f} ms, p99 {1e3 * p99:6.2f} ms, {sent} requests beside the texts", flush=True
+                )
+    for kind in KINDS[1:]:
+        for name, column in (("mean", 0), ("p99", 1)):
+            values = [there[column] / alone[column] for there, alone in zip(found[kind], found["alone"], strict=True)]
+            spread = f"{min(values):.2f} to {max(values):.2f}, {len(values)} pairs"
+            print(f"{kind:9} {name:4} {statistics.median(values):.2f} x alone ({spread})")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="pairs of rounds, with images and without")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each kind")
     parser.add_argument("--streams", type=int, default=4, help="texts at the same time")
     parser.add_argument("--tokens", type=int, default=300, help="of each text's answer")
     parser.add_argument("--images", type=int, default=200, help="different ones for a round: more than are answered in it")

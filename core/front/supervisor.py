@@ -10,6 +10,7 @@ with their life; each life has an outbox of its own.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -22,7 +23,6 @@ from pathlib import Path
 from typing import Protocol
 
 import anyio
-import anyio.abc
 import structlog
 
 from ..actors import Mailbox
@@ -154,9 +154,12 @@ class Vitals:
 
 
 class EngineProcess:
-    """One engine: a process in a group of its own, and the channel to it."""
+    """One engine: a process in a group of its own, and the channel to it.
 
-    def __init__(self, process: anyio.abc.Process, channel: Channel[EngineMessage, FrontMessage]) -> None:
+    It stays in this process's session. Where the kernel shares CPU time among sessions first (Linux's autogroups), processes that should
+    give way to it, like those that decode pictures, do so only inside one."""
+
+    def __init__(self, process: asyncio.subprocess.Process, channel: Channel[EngineMessage, FrontMessage]) -> None:
         self._process = process
         self.channel = channel
         self.pid = process.pid
@@ -168,13 +171,14 @@ class EngineProcess:
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         with theirs:
             try:
-                process = await anyio.open_process(
-                    [*command, "--fd", str(theirs.fileno())],
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    "--fd",
+                    str(theirs.fileno()),
                     stdin=subprocess.DEVNULL,
                     stdout=2,  # what the engine or a library prints never mixes with the front's own output
-                    stderr=None,
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
+                    process_group=0,
                     env={**os.environ, "PYTHONPATH": path},
                 )
             except BaseException:
@@ -200,7 +204,6 @@ class EngineProcess:
             self._kill_group()
             await self._process.wait()
         self._kill_group()
-        await self._process.aclose()
 
     def _kill_group(self) -> None:
         """A worker process that outlives its engine is in the same group."""

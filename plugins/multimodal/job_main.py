@@ -1,17 +1,19 @@
 """The process that makes processes for the front's pictures and sounds.
 
 Started once for a model (`-m ... --fd N`); imports the decoders and the model's processors, some seconds, then forks for every job. A job
-has a socket of its own, limits on its memory and time that the kernel upholds, and ends with its answer: what a file does to it touches
-nothing else and leaves nothing behind. It ends when the front does.
+has a socket of its own, limits on its memory and time that the kernel upholds, and ends with its answer, or when its socket is closed: what
+a file does to it touches nothing else and leaves nothing behind. It ends when the front does.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import gc
 import hashlib
 import os
 import resource
+import select
 import signal
 import socket
 from pathlib import Path
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from .family import Family, Processed
 
 NICENESS = 10
-"""Text requests come first."""
+"""Text requests come first; a job's `in_idle_time` says how far."""
 
 
 def serve(control: socket.socket) -> None:
@@ -65,6 +67,9 @@ def run(sock: socket.socket, family: Family, hello: jobs.Hello) -> None:
     """One job, in its own process. It takes no longer than it may: signals that it doesn't handle end it."""
     signal.setitimer(signal.ITIMER_REAL, hello.wall_seconds)
     job: jobs.Job = jobs.receive(sock, jobs.Job)
+    if job.in_idle_time and hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    end_with(sock)
     bound_memory(hello.memory_mb)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, hello.cpu_seconds)
@@ -77,7 +82,16 @@ def run(sock: socket.socket, family: Family, hello: jobs.Hello) -> None:
     except Exception as error:
         done = jobs.Done(fault=f"{type(error).__name__}: {error}"[:1000])
     signal.setitimer(signal.ITIMER_PROF, 0)
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
     jobs.send(sock, done)
+
+
+def end_with(sock: socket.socket) -> None:
+    """From now on this process ends when the other end of the socket is closed, or says anything: by SIGIO, which nothing handles."""
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, fcntl.F_SETFL, fcntl.fcntl(sock, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([sock], [], [], 0)[0]:  # before that
+        os._exit(0)
 
 
 def bound_memory(mebibytes: int) -> None:

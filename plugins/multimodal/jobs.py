@@ -46,6 +46,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     max_pixels: int
     max_seconds: float
+    in_idle_time: bool = False
+    """Take only CPU time that nobody else wants, where the system can do so."""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

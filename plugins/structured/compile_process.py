@@ -34,6 +34,9 @@ HEADER = '%llguidance {"no_forcing": true}'
 """All tokens that fit are allowed, not only those that the tokenizer itself would choose for a text that is forced: a mask then depends on
 the tokens' bytes alone."""
 
+NICENESS = 10
+"""Requests that are under way come first."""
+
 
 def read_frame(stream: BinaryIO) -> bytes | None:
     head = stream.read(4)
@@ -152,6 +155,7 @@ def bound_memory(mebibytes: int) -> None:
 
 
 def main() -> None:
+    os.nice(NICENESS)
     reader, writer = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     first = read_frame(reader)
     if first is None:

@@ -106,7 +106,7 @@ class Compiler:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C at the terminal is for the server
+            process_group=0,  # Ctrl-C at the terminal is for the server
             bufsize=0,
         )
         self.started += 1

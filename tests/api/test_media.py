@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tiny_tokenizer import TEMPLATE, tiny_tokenizer
 from tokenbus.core.front.events import EngineStarted
 from tokenbus.core.front.tokenizer import Tokenizer
 from tokenbus.core.media import MediaItem
+from tokenbus.plugins.multimodal import processes
 from tokenbus.plugins.multimodal.jobs import Done, Job
 from tokenbus.plugins.multimodal.processes import Processes
 
@@ -490,8 +493,7 @@ async def test_others_are_answered_while_images_are_processed(api):
 
 async def test_a_job_that_takes_too_long_is_killed(api):
     """The process is really gone, and the next image is processed by another."""
-    processes = api.multimodal._model[1]._processes
-    hello = processes._hello
+    hello = api.multimodal._model[1]._processes._hello
     assert hello.cpu_seconds == SETTINGS["item_seconds"]
 
     quick = Processes(folder=hello.folder, config=hello.config, count=1, cpu_seconds=0.05, memory_mb=hello.memory_mb)
@@ -509,11 +511,74 @@ async def test_a_job_that_takes_too_long_is_killed(api):
         quick.close()
 
 
+def _pids(pid: int) -> list[int]:
+    """Of its children."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _children(pid: int) -> int:
     deadline = time.monotonic() + 10
-    while (found := len(Path(f"/proc/{pid}/task/{pid}/children").read_text().split())) and time.monotonic() < deadline:
+    while (found := len(_pids(pid))) and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
+
+
+async def test_jobs_take_idle_time_unless_there_is_none(api, monkeypatch):
+    """A job that does not come to its end in idle time is ended, and done anew beside all others; so is the next one."""
+    hello = api.multimodal._model[1]._processes._hello
+    own = Processes(folder=hello.folder, config=hello.config, count=1, cpu_seconds=20.0, memory_mb=hello.memory_mb)
+    large = kit.encoded(kit.noise(3000, 3000), "BMP")
+    job = Job(kind="image", form="file", data=large, max_bytes=1 << 30, max_pixels=1 << 30, max_seconds=1.0)
+    policies: set[int] = set()
+
+    def watched() -> Done:
+        ended = threading.Event()
+
+        def watch():
+            while not ended.wait(0.001):
+                for pid in _pids(own._process.pid):
+                    with contextlib.suppress(OSError):
+                        policies.add(os.sched_getscheduler(pid))
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            return own.run(job, 60.0)
+        finally:
+            ended.set()
+            thread.join()
+
+    monkeypatch.setattr(processes, "PATIENCE", 60.0)
+    try:
+        own.warm_up()
+        first = await anyio.to_thread.run_sync(watched)
+        assert (first.rows, own.hurried, os.SCHED_IDLE in policies) == (kit.ROWS, 0, True)
+        policies.clear()
+        monkeypatch.setattr(processes, "PATIENCE", 0.02)
+        second = await anyio.to_thread.run_sync(watched)
+        assert (second, own.hurried, own.jobs) == (first, 1, 3)
+        assert await anyio.to_thread.run_sync(_children, own._process.pid) == 0
+        policies.clear()
+        third = await anyio.to_thread.run_sync(watched)
+        assert (third, own.hurried, own.jobs) == (first, 2, 4)
+        assert policies == {os.SCHED_OTHER}
+    finally:
+        own.close()
+
+
+async def test_a_job_whose_front_gives_up_ends(api):
+    hello = api.multimodal._model[1]._processes._hello
+    own = Processes(folder=hello.folder, config=hello.config, count=1, cpu_seconds=20.0, memory_mb=hello.memory_mb)
+    large = kit.encoded(kit.noise(5000, 5000), "BMP")
+    job = Job(kind="image", form="file", data=large, max_bytes=1 << 30, max_pixels=1 << 30, max_seconds=1.0)
+    try:
+        with pytest.raises(TimeoutError):
+            await anyio.to_thread.run_sync(own._ask, job, time.monotonic() + 60, 0.2)
+        began = time.monotonic()
+        assert _children(own._process.pid) == 0
+        assert time.monotonic() - began < 5  # it has 20 s of CPU time, and 100 s of wall time
+    finally:
+        own.close()
 
 
 async def test_a_picture_that_needs_too_much_memory_is_refused_and_nothing_else_dies(api):
