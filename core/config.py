@@ -83,6 +83,9 @@ class SchedulerConfig(Section, frozen=True):
     encoder_budget: PositiveInt = 4096
     """Tokens of pictures and sounds that begin in a step at most, which is what it may have to encode; one larger one runs alone. Prompts
     are cut before the next, where they may be cut at all."""
+    encoder_slice_ms: NonNegative = 20.0
+    """On a CPU: milliseconds that a step encodes a picture or sound beside the tokens it runs, until that is done; 0: each is encoded as a
+    whole, in the step that runs its first token."""
     max_running: PositiveInt = 256
     """Requests that hold blocks at the same time."""
     max_drafts: Annotated[int, Meta(ge=0)] = 32

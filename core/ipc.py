@@ -45,21 +45,24 @@ class WireError(Exception):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: object, max_frame: int = MAX_FRAME) -> bytes:
+def encode(message: object, max_frame: int = MAX_FRAME) -> bytearray:
     """The message as a frame; FrameError when it can't be one."""
+    frame = bytearray(_LENGTH.size)
     try:
-        payload = _encoder.encode(message)
+        _encoder.encode_into(message, frame, _LENGTH.size)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FrameError(f"a {type(message).__name__} can't be encoded: {type(error).__name__}: {error}") from error
-    if len(payload) > max_frame:
-        raise FrameError(f"a {type(message).__name__} of {len(payload)} bytes is over the wire's limit of {max_frame}")
-    return _LENGTH.pack(len(payload)) + payload
+    size = len(frame) - _LENGTH.size
+    if size > max_frame:
+        raise FrameError(f"a {type(message).__name__} of {size} bytes is over the wire's limit of {max_frame}")
+    _LENGTH.pack_into(frame, 0, size)
+    return frame
 
 
 class Channel(Generic[In, Out]):
     """One end of the wire: sends messages of type `Out`, receives the types that `receives` (a union) names.
 
-    One task receives; any number may send: a frame is written in one piece. After `WireError` or the end of the stream the channel
+    One task receives; any number may send, one frame behind the other. After `WireError` or the end of the stream the channel
     is of no more use.
     """
 
@@ -71,6 +74,7 @@ class Channel(Generic[In, Out]):
         self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(receives, strict=True)
         self._max_frame = max_frame
         self._greeted = False
+        self._sending = asyncio.Lock()
         writer.transport.set_write_buffer_limits(high=HIGH_WATER)
         writer.write(_PREAMBLE.pack(MAGIC, PROTOCOL_VERSION))
 
@@ -78,10 +82,18 @@ class Channel(Generic[In, Out]):
         """Write one message; waits while the peer is slow. Raises OSError when the peer is gone, FrameError when it can't be written."""
         await self.send_frame(encode(message, self._max_frame))
 
-    async def send_frame(self, frame: bytes) -> None:
+    async def send_frame(self, frame: bytes | bytearray) -> None:
         """Write what `encode` gave; waits while the peer is slow. Raises OSError when the peer is gone."""
-        self._writer.write(frame)
-        await self._writer.drain()
+        async with self._sending:
+            rest = memoryview(frame)
+            try:
+                while rest:  # in parts: what the transport can't send at once it copies
+                    part, rest = rest[:HIGH_WATER], rest[HIGH_WATER:]
+                    self._writer.write(part)
+                    await self._writer.drain()
+            except asyncio.CancelledError:
+                self._writer.write(rest)  # a frame that has begun goes out
+                raise
 
     async def receive(self) -> In | None:
         """The next message; None when the peer has closed its end (a message cut short is lost with it). Raises WireError."""

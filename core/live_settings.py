@@ -23,6 +23,7 @@ from .host import PluginHost
 LIVE: dict[str, str] = {
     "scheduler.token_budget": "from the next step on; decodes that are running go on, also when they are more than that",
     "scheduler.encoder_budget": "from the next step on",
+    "scheduler.encoder_slice_ms": "from the next step on",
     "scheduler.max_running": "requests that run go on; no other joins while they are as many or more",
     "scheduler.max_waiting": "requests that wait go on waiting; no other is taken while they are as many or more",
     "server.log_level": "in the front and in the engine process",

@@ -102,6 +102,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     flops_per_second: float = 0.0
     ahead: bool = False
     """Whether a step is planned and sent while the one before it computes (`scheduler.ahead`)."""
+    encodes_in_pieces: bool = False
+    """As in WorkerInfo."""
     pid: int = 0
 
 

@@ -19,7 +19,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     step_id: int
     num_tokens: dict[str, int]
-    """`{request_id: tokens to run in this step}`; never empty, every n >= 1, in the order in which the worker runs them."""
+    """`{request_id: tokens to run in this step}`; every n >= 1, in the order in which the worker runs them. Empty only when the step does
+    nothing but encode (`encodes_for`)."""
     budget: int
     """The token budget that was in force (a whole, unchunked prompt may pass it when it runs alone among prompts)."""
     free_blocks: int
@@ -32,8 +33,19 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """How many are drafts, which the step verifies."""
     num_media_tokens: int = 0
     """Tokens, all in all, of the pictures and sounds that begin in this step: it encodes those that are not known yet."""
+    encodes_for: str | None = None
+    """A request that waits for a picture or sound, which this step encodes further: beside the tokens, for a bounded time."""
     waiting: int = 0
     running: int = 0
+
+
+class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Encode an item piece by piece: so much of it in this step."""
+
+    digest: str
+    item: MediaItem | None
+    """None: the worker has begun it. Whatever else it had begun it gives up."""
+    seconds: float
 
 
 class WorkerRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +96,7 @@ class StepInput(msgspec.Struct, frozen=True, kw_only=True):
     """The switches in force from this step on, when they changed."""
     settings: dict[str, dict[str, Any]] = {}
     """Settings of plugins, as written, that are in force from this step on, when they changed."""
+    encode: EncodeOrder | None = None
     ahead: bool = False
     """Made before the result of the step before it was known, and counts on it. If that one fails as a whole, nothing of this one may
     run: requests, blocks and drops are taken over, no token is run (`StepResult.void`)."""
@@ -145,5 +158,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     """Floating-point operations of linears and causal attention, counted like `bytes_moved`."""
     counters: dict[str, float] = {}
     """Plugin-owned counters, by `plugin.name`."""
+    encoded: str | None = None
+    """Digest of the item of `StepInput.encode`, when nothing is left to do beforehand."""
     kernels: Kernels | None = None
     """Set when another backend computes attention from this step on."""

@@ -103,6 +103,7 @@ class EngineCore:
             switches=switches,
             on_plugin_failure=self._switchboard.note_failure,
             start_plugin=self._switchboard.revive,
+            encodes_in_pieces=info.encodes_in_pieces,
         )
         self._ready = True
         self._host = host

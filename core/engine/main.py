@@ -182,6 +182,7 @@ def _describe_engine(found: WorkerInfo, memory: sizing.MemoryPlan, start: Start,
         read_bytes_per_second=found.read_bytes_per_second,
         flops_per_second=found.flops_per_second,
         ahead=ahead,
+        encodes_in_pieces=found.encodes_in_pieces,
         pid=os.getpid(),
     )
 

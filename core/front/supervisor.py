@@ -219,7 +219,7 @@ class Supervisor:
         self._config = config
         self._owner = owner
         self._outbox_size = outbox_size
-        self._outbox: Mailbox[bytes] | None = None
+        self._outbox: Mailbox[bytearray] | None = None
         self._closing = anyio.Event()
         self.vitals: Vitals | None = None
         """Of the engine that lives now."""
@@ -263,7 +263,7 @@ class _Life:
         self._config = supervisor._config
         self._owner = supervisor._owner
         self._vitals = Vitals(supervisor._config.supervision)
-        self._outbox: Mailbox[bytes] = Mailbox(supervisor._outbox_size)
+        self._outbox: Mailbox[bytearray] = Mailbox(supervisor._outbox_size)
         """Frames."""
         self._over = anyio.Event()
         self._reason = ""

@@ -73,11 +73,19 @@ class MediaCheckpoint:
     """Reads those that are not of the text part, by the checkpoint's own names, in `dtype`. May be the file's memory: not to be written."""
 
 
+def _go_on() -> None:
+    """No pause."""
+
+
 class MediaEncoder(ABC):
-    """A tower with whatever projects its output to the decoder. Called on the worker's thread, for one item at a time, so that what it
-    makes of an item depends on nothing else."""
+    """A tower with whatever projects its output to the decoder. It is called for one item at a time, so that what it makes of an item
+    depends on nothing else; on the worker's thread, or while that waits on another one."""
 
     weights_bytes: int
+    pauses: bool = False
+    """`encode` calls `pause` between pieces of its work, some ten or more of them."""
+    pause: Callable[[], None] = staticmethod(_go_on)
+    """Core sets it, on encoders that pause: it comes back when the encoder's next turn has come, or raises when there is none."""
     looks_ahead: ClassVar[bool] = False
     """Items may be `bidirectional`."""
 

@@ -30,6 +30,7 @@ from ..plan import StepInput, StepPlan, StepResult, WorkerRequest
 from ..request import AdmittedRequest, Request
 from .ahead import Flight, MustWaitError, expected, why_wait
 from .batch import Batch
+from .encoding import Encoding
 from .intake import Intake
 from .live_switches import LiveSwitches
 from .results import Results
@@ -54,15 +55,17 @@ class Scheduler:
         switches: Switches,
         on_plugin_failure: PluginFailure,
         start_plugin: Callable[[str], object] | None = None,
+        encodes_in_pieces: bool = False,
     ) -> None:
         """max_model_len: tokens of prompt plus output, the pool's size may lower it. host: role "engine", with the plugins of
         `switches` loaded and their `engine_started` called (the caller does both, here and before `apply_switches`).
-        start_plugin: does both for one that is off, when a request comes that has it all the same (default: only loads it)."""
+        start_plugin: does both for one that is off, when a request comes that has it all the same (default: only loads it).
+        encodes_in_pieces: `WorkerInfo.encodes_in_pieces`."""
         max_model_len = min(max_model_len, pool.num_blocks * pool.block_size)
         self.pool = pool
         self.batch = Batch(pool, on_plugin_failure)
         self.live = LiveSwitches(host, switches, self.batch, start_plugin or (lambda name: host.load((name,))))
-        self._builder = StepBuilder(self.batch, config.scheduler)
+        self._builder = StepBuilder(self.batch, config.scheduler, Encoding(in_pieces=encodes_in_pieces))
         self._intake = Intake(
             self.batch,
             self.live,
@@ -190,6 +193,7 @@ class Scheduler:
             dropped=dropped,
             features=self.live.take_announcement(),
             settings=self.live.take_settings(),
+            encode=self._builder.encode,
             ahead=ahead,
         )
         self._flights.append(Flight(plan, order, self._builder.proposers, waited=self._waits))
@@ -211,6 +215,8 @@ class Scheduler:
         if flight.void:
             return self._close(output, self._report(None, None, now, 0.0), now)
         self._builder.relief.went_well(self._builder.config.token_budget)
+        if result.encoded is not None:
+            self._builder.encoding.done(result.encoded)
         self._results.take(flight, result, output, now)
         hooks = self.live.engine_hooks
         for impl in hooks.step_finished:
@@ -258,6 +264,7 @@ class Scheduler:
         return self._after_failure(plan, now)
 
     def _after_failure(self, plan: StepPlan, now: float) -> StepOutput:
+        self._builder.encoding.step_failed()
         for flight in self._flights:
             flight.void = True
         return self._close(StepOutput(step_id=plan.step_id), self._report(None, None, now, 0.0), now)

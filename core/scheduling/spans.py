@@ -46,10 +46,15 @@ def fitting_chunk(request: Request, wanted: int, *, budget: int, encoder_budget:
     return wanted
 
 
-def begun_tokens(request: Request, count: int) -> int:
-    """Tokens, all in all, of the items that begin among its next `count` tokens."""
+def beginning(request: Request, count: int) -> Iterable[MediaItem]:
+    """The items whose encoder's rows are first needed for its next `count` tokens."""
     media = request.admitted.media
-    return sum(i.length for i in _among(media, request.computed, request.computed + count) if _begins(request, i))
+    return (i for i in _among(media, request.computed, request.computed + count) if _begins(request, i))
+
+
+def begun_tokens(request: Request, count: int) -> int:
+    """Tokens, all in all, of those items."""
+    return sum(item.length for item in beginning(request, count))
 
 
 def cut_match(request: Request, match: PrefixMatch, block_size: int) -> PrefixMatch | None:

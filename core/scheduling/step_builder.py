@@ -7,13 +7,16 @@
 
 A policy may want less than all of it in a step (`SchedulingPolicy.compose`). What it wants is tried in turn until something is planned.
 
+A prompt with pictures or sounds runs up to the first that is not encoded yet, where encoding takes long (encoding.py): its request joins
+the batch, if need be without a token to run, and the step's order says what is encoded beside the tokens.
+
 With `ending` the step is planned while another one computes (ahead.py): there are no drafts then, nobody is preempted or displaced or
 ends for lack of room, and an empty plan is no fault. What would have to be done in that case is done in the next step that waits.
 
 Blocks are taken as tokens are planned. When they run out in 1 or 2 the policy names a victim, which loses its blocks, leaves this
 plan and goes back to the line. A waiting request joins only when its known tokens and what everybody needs soon fit together: so
 a request that was just resumed is not the next victim. The request that the policy never names always advances, hence no plan is
-empty while there is work, and preemptions are bounded.
+empty while there is work (but for one that only encodes), and preemptions are bounded.
 """
 
 from __future__ import annotations
@@ -21,20 +24,25 @@ from __future__ import annotations
 from ..config import SchedulerConfig
 from ..contexts import PrefixMatch, StepView
 from ..errors import ContextLengthError, TokenbusError
-from ..plan import StepPlan, WorkerRequest
+from ..media import MediaItem
+from ..plan import EncodeOrder, StepPlan, WorkerRequest
 from ..policy import Work
 from ..request import Request, Status
 from .ahead import MustWaitError
 from .batch import Batch
+from .encoding import Encoding
 from .relief import Relief
-from .spans import begun_tokens, cut_match, fitting_chunk
+from .spans import beginning, begun_tokens, cut_match, fitting_chunk
 
 
 class StepBuilder:
-    def __init__(self, batch: Batch, config: SchedulerConfig) -> None:
+    def __init__(self, batch: Batch, config: SchedulerConfig, encoding: Encoding) -> None:
         self.step_id = 0
         """Of the plan made last."""
         self.relief = Relief()
+        self.encoding = encoding
+        self.encode: EncodeOrder | None = None
+        """Of the plan made last."""
         self._batch = batch
         self.configure(config)
         # of the step that is being planned
@@ -87,6 +95,7 @@ class StepBuilder:
         self._set_sizes()
         self._new, self._new_blocks, self._preempted, self._starved = [], {}, [], False
         self.drafts, self.proposers, self._media = {}, {}, {}
+        self.encoding.begin_step(self.config.encoder_slice_ms)
         for kind in batch.line.compose(batch.running, now):
             self._plan_work(kind, now)
             if self._num_tokens:
@@ -95,7 +104,9 @@ class StepBuilder:
             if not self._ahead:
                 self._plan_prompts(Work.ALL, now, least=1)
         num_tokens, view = self._num_tokens, self._view
-        if not num_tokens:
+        encodes = self.encoding.order(alone=not num_tokens)
+        encodes_for, self.encode = encodes or (None, None)
+        if not num_tokens and not encodes:
             if not self._ahead and (batch.running or batch.line):
                 raise RuntimeError(f"nothing to run with {len(batch.running)} running and {len(batch.line)} waiting requests")
             return None
@@ -108,6 +119,7 @@ class StepBuilder:
             num_prompt_tokens=view.prompt_tokens,
             num_draft_tokens=sum(map(len, self.drafts.values())),
             num_media_tokens=sum(self._media.values()),
+            encodes_for=encodes_for,
             waiting=len(batch.line),
             running=len(batch.running) - self._ending,
         )
@@ -359,7 +371,8 @@ class StepBuilder:
             num_tokens = self._chunk(request, least)
         finally:
             request.computed = 0
-        if not num_tokens:
+        waits = not num_tokens and self.encoding.waits(request)
+        if not num_tokens and not waits:
             return False
         if match is not None:
             batch.pool.share(match.blocks)
@@ -374,7 +387,8 @@ class StepBuilder:
         batch.admit(request, now)
         if self._headroom is not None:
             self._headroom += batch.headroom(request)
-        self._plan(request, num_tokens)
+        if num_tokens:
+            self._plan(request, num_tokens)
         return True
 
     def _count_hits(self, request: Request) -> None:
@@ -399,7 +413,9 @@ class StepBuilder:
         if answer is not None:
             chunk = max(least, min(answer, wanted))
             return self._around_media(request, chunk) if chunk and request.admitted.media else chunk
-        return remaining if remaining <= view.budget or view.prompt_tokens == 0 else 0
+        if remaining > view.budget and view.prompt_tokens:
+            return 0
+        return 0 if request.admitted.media and self._held_back(request, remaining) else remaining
 
     def _around_media(self, request: Request, chunk: int) -> int:
         view = self._view
@@ -407,7 +423,13 @@ class StepBuilder:
             view.budget if view.prompt_tokens else max(view.budget, request.remaining)
         )  # the first prompt's span may pass it
         begun = sum(self._media.values())
-        return fitting_chunk(request, chunk, budget=budget, encoder_budget=self.config.encoder_budget, begun=begun)
+        chunk = fitting_chunk(request, chunk, budget=budget, encoder_budget=self.config.encoder_budget, begun=begun)
+        item = self._held_back(request, chunk)
+        return chunk if item is None else max(0, item.start - request.computed)
+
+    def _held_back(self, request: Request, chunk: int) -> MediaItem | None:
+        """The first item that begins in this chunk, or right behind it, and has to be encoded before it runs."""
+        return next((item for item in beginning(request, chunk + 1) if self.encoding.holds_back(request, item)), None)
 
     def _plan(self, request: Request, num_tokens: int) -> None:
         view, request_id = self._view, request.request_id

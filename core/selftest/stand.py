@@ -162,16 +162,20 @@ class Stand:
         changes: Mapping[int, Mapping[str, bool]] | None = None,
         process: bool = False,
         ahead: bool = False,
+        encoder_slice_ms: float = 0.0,
     ) -> Outcome:
         """on, off: engine plugins that are switched for this run; `plugins` are known to it besides those installed, in the engine only.
         chunk: prompt tokens a step, fixed. threads: None: as many as there are cores. changes: live switches by the number of steps
         before them. process: in the worker process. ahead: each step is planned before the one before it has run, where that can be done; a
-        change waits until none is planned. Raises StandError, RuntimeError."""
+        change waits until none is planned. encoder_slice_ms: `scheduler.encoder_slice_ms`; 0: items are encoded in one piece. Raises
+        StandError, RuntimeError."""
         given = dict(self.config.plugins) | (settings or {})
         if chunk is not None:
             given["chunked_prefill"] = {"mode": "fixed", "chunk_size": chunk}
         cache = msgspec.structs.replace(self.config.cache, num_blocks=blocks)
-        limits = msgspec.structs.replace(self.config.scheduler, token_budget=token_budget, max_running=max_running)
+        limits = msgspec.structs.replace(
+            self.config.scheduler, token_budget=token_budget, max_running=max_running, encoder_slice_ms=encoder_slice_ms
+        )
         config = msgspec.structs.replace(self.config, cache=cache, scheduler=limits, plugins=given)
         worker = self._process if process else self._thread
         worker.begin(blocks, threads)
@@ -204,6 +208,7 @@ class _Engine:
             host=host,
             switches=switches,
             on_plugin_failure=lambda _, error: self.failures.append(error),
+            encodes_in_pieces=stand.info.encodes_in_pieces,
         )
 
     def _start(self, switches: Switches) -> None:

@@ -34,6 +34,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Measured while loading: what its plain matrix product reaches in the model's dtype."""
     ahead: bool = False
     """The engine had better send a step while the one before it computes: waiting for an order costs this worker something."""
+    encodes_in_pieces: bool = False
+    """It honours `StepInput.encode`, and encoding takes so long that it should be told."""
     kv_memory_fraction: float = 0.25
     """What `cache.kv_memory_fraction` is if nobody sets it: less where others want memory too."""
 

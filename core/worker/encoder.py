@@ -6,6 +6,7 @@ that were dropped are made again, bit by bit.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,18 +15,21 @@ import torch
 
 from ..errors import RequestError, TokenbusError, WorkerError, plain_text
 from ..models.media import Encoded, MediaRows
+from .pieces import Pieces
 
 if TYPE_CHECKING:
     from ..media import MediaItem
     from ..models.base import CausalModel, ForwardBatch
     from ..models.media import MediaEncoder
-    from ..plan import WorkerRequest
+    from ..plan import EncodeOrder, WorkerRequest
     from .attention import AttentionBatch
     from .batch import Run
     from .plugins import WorkerPlugins
 
 ENCODED_ITEMS = "multimodal.encoded_items"
 """Counter: times that the encoder ran."""
+ENCODED_PIECES = "multimodal.encoded_pieces"
+"""Counter: steps that encoded an item, or part of one, before the step that ran its first token."""
 
 
 class MediaState:
@@ -65,9 +69,12 @@ class Encoders:
         self.encoder = encoder
         self.max_bytes = max_bytes
         self.nbytes = 0
-        self.encoded = 0
-        """Times that the encoder ran since this was last taken (`take_encoded`)."""
+        self.counts = {ENCODED_ITEMS: 0, ENCODED_PIECES: 0}
+        """Since they were last taken (`take_counts`)."""
         self._kept: OrderedDict[str, Encoded] = OrderedDict()
+        self._large: dict[str, Encoded] = {}
+        """The item that `beforehand` encoded last, if it is larger than all that may be kept; until it is used."""
+        self._pieces = Pieces(encoder) if encoder.pauses else None
 
     def load(self, piece: MediaPiece) -> None:
         """Make, or find, the rows of all items that this piece runs tokens of. Raises RequestError (the encoder's), and WorkerError for
@@ -87,17 +94,48 @@ class Encoders:
         if found is not None and len(found.rows) == item.rows:
             self._kept.move_to_end(item.digest)
             return found
-        found = self._encode(item)
-        if found.nbytes <= self.max_bytes:
-            self._kept[item.digest] = found
-            self.nbytes += found.nbytes
-            while self.nbytes > self.max_bytes:
-                self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+        found = self._large.pop(item.digest, None) or self._encode(item)
+        self._keep(item.digest, found)
         return found
 
-    def _encode(self, item: MediaItem) -> Encoded:
-        self.encoded += 1
+    def _keep(self, digest: str, found: Encoded) -> bool:
+        """Whether there is room for it."""
+        if found.nbytes > self.max_bytes:
+            return False
+        self._kept[digest] = found
+        self.nbytes += found.nbytes
+        while self.nbytes > self.max_bytes:
+            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+        return True
+
+    def beforehand(self, order: EncodeOrder) -> bool:
+        """Go on with an item for about `order.seconds`. True: nothing is left to do before the step that runs its tokens, because the item
+        is done, or was given up, or fails, which that step is to find out."""
+        pieces, digest = self._pieces, order.digest
+        if digest in self._kept or self._large.keys() == {digest} or pieces is None:
+            return True
+        if order.item is not None:
+            pieces.begin(order.item)
+        if pieces.digest != digest:
+            return True
+        self.counts[ENCODED_PIECES] += 1
         try:
+            found = pieces.go_on(order.seconds)
+        except Exception:
+            return True
+        if found is not None:
+            self.counts[ENCODED_ITEMS] += 1
+            if not self._keep(digest, found):
+                self._large = {digest: found}
+        return found is not None
+
+    def _encode(self, item: MediaItem) -> Encoded:
+        self.counts[ENCODED_ITEMS] += 1
+        try:
+            if self._pieces is not None and self._pieces.digest == item.digest:
+                found = self._pieces.go_on(math.inf)
+                assert found is not None, "it does not pause"
+                return found
             return self.encoder.encode(item)
         except TokenbusError:
             raise
@@ -108,11 +146,16 @@ class Encoders:
     def clear(self) -> None:
         """Forget all that is kept."""
         self._kept.clear()
+        self._large.clear()
         self.nbytes = 0
 
-    def take_encoded(self) -> int:
-        count, self.encoded = self.encoded, 0
-        return count
+    def take_counts(self) -> dict[str, int]:
+        counts, self.counts = self.counts, dict.fromkeys(self.counts, 0)
+        return counts
+
+    def close(self) -> None:
+        if self._pieces is not None:
+            self._pieces.close()
 
     def check_integrity(self) -> None:
         """RuntimeError unless the bytes counted are those kept, and within bounds."""
@@ -128,6 +171,8 @@ class WorkerMedia:
         self.encoders = Encoders(encoder, max_bytes)
         self.weights_bytes = encoder.weights_bytes
         self.fixed_bytes = max_bytes
+        self.in_pieces = encoder.pauses
+        self.beforehand, self.close = self.encoders.beforehand, self.encoders.close
 
     def load(self, run: Run) -> None:
         """As `Encoders.load`."""
@@ -140,8 +185,9 @@ class WorkerMedia:
             attach(forward, [_piece(run) for run in runs])
 
     def count(self, counters: dict[str, float]) -> None:
-        if encoded := self.encoders.take_encoded():
-            counters[ENCODED_ITEMS] = counters.get(ENCODED_ITEMS, 0) + encoded
+        for name, count in self.encoders.take_counts().items():
+            if count:
+                counters[name] = counters.get(name, 0) + count
 
 
 def load_media(model: CausalModel, plugins: WorkerPlugins, max_bytes: int) -> WorkerMedia | None:

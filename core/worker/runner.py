@@ -129,6 +129,7 @@ class ModelRunner:
             read_bytes_per_second=limits.read_bytes_per_second,
             flops_per_second=limits.flops_per_second,
             ahead=device.asynchronous,
+            encodes_in_pieces=not device.asynchronous and self.media is not None and self.media.in_pieces,
             kv_memory_fraction=sizing.GPU_FRACTION if device.counts_memory else sizing.CPU_FRACTION,
         )
 
@@ -174,6 +175,11 @@ class ModelRunner:
         self._computer = StepComputer(
             model, layout, self._kv, device, steps, self._book, self._in_flight, self.config.scheduler.max_drafts
         )
+
+    def close(self) -> None:
+        """End the threads it has started."""
+        if self.media is not None:
+            self.media.close()
 
     def _loaded(self) -> tuple[CausalModel, KVLayout]:
         if self._model is None or self._layout is None:
@@ -238,15 +244,16 @@ class ModelRunner:
         runs = self._book.runs(order, result, layout.block_size, model.spec.vocab_size)
         pending = Pending(result)
         encoding = time.perf_counter()
+        if order.encode is not None and self.media is not None and self.media.beforehand(order.encode):
+            result.encoded = order.encode.digest
         runs = self._book.encode(runs, result)
         encoded = time.perf_counter()
-        if not runs:
-            return pending
-        attention = self._attention(model, layout, result)
-        self._computer.run(runs, pending, attention, began + encoded - encoding)
+        if runs:
+            attention = self._attention(model, layout, result)
+            self._computer.run(runs, pending, attention, began + encoded - encoding)
+            self._told_attention = attention
         if self._book.media is not None:
             result.phases["encode"] = encoded - encoding
-        self._told_attention = attention
         return pending
 
     def _attention(self, model: CausalModel, layout: KVLayout, result: StepResult) -> AttentionBackend:

@@ -60,7 +60,9 @@ class ThreadWorker(Worker):
         await self._lane.close(self._free)
 
     def _free(self) -> None:
-        self._turns = None
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.runner.close()
 
     def _loaded(self) -> Turns:
         if self._turns is None:

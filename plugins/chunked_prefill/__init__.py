@@ -179,5 +179,7 @@ class ChunkedPrefill(Plugin):
 
     @hookimpl
     def step_finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        if not plan.num_tokens:
+            return
         encoding = result.phases.get("encode", 0.0)  # its cost is the picture's, not the prompt's tokens'
         self.times.learn(len(plan.num_tokens), plan.num_prompt_tokens, max(0.0, seconds - encoding))

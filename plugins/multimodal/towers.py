@@ -107,6 +107,9 @@ class TowerEncoder(MediaEncoder):
         self.weights_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters())
         replace_modules(self._model)  # by layers whose results do not depend on how many threads there are
         replace_convolutions(self._model)
+        for module in self._model.modules():
+            module.register_forward_pre_hook(lambda _module, _inputs: self.pause())
+        self.pauses = True
         self.looks_ahead = tower.looks_ahead  # pyright: ignore[reportAttributeAccessIssue]
 
     def encode(self, item: MediaItem) -> Encoded:

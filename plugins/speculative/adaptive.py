@@ -139,9 +139,9 @@ class Proposer(Plugin):
 
     @hookimpl
     def step_finished(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
-        if not plan.num_prompt_tokens:
+        if plan.num_tokens and not plan.num_prompt_tokens:
             self._decoding = len(plan.num_tokens)
-            self.cost.learn(sum(plan.num_tokens.values()), seconds)
+            self.cost.learn(sum(plan.num_tokens.values()), max(0.0, seconds - result.phases.get("encode", 0.0)))
 
 
 def lengths(places: Sequence[int], tokens: Sequence[int], longest: int) -> dict[int, int]:

@@ -156,3 +156,32 @@ async def _when_still(count, event: anyio.Event) -> None:
         rounds = rounds + 1 if count() == last else 0
         last = count()
     event.set()
+
+
+async def test_large_frames_of_several_senders_stay_whole_also_when_one_is_cancelled():
+    async with pair() as (front, engine):
+        large = [Cancel(["x" * (5 << 20) + str(i)]) for i in range(3)]
+        got: list[str] = []
+        scope = anyio.CancelScope()
+
+        async def send(message: Cancel, within: anyio.CancelScope) -> None:
+            with within:
+                await front.send(message)
+
+        async def receive() -> None:
+            while len(got) < 6:
+                message = await engine.receive()
+                assert isinstance(message, Cancel)
+                got.append(message.request_ids[0][-1])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(send, large[0], scope)
+            for message in (*large[1:], *(Cancel([f"small{i}"]) for i in "678")):
+                tasks.start_soon(send, message, anyio.CancelScope())
+            await anyio.wait_all_tasks_blocked()
+            scope.cancel()  # it has begun, and nobody reads yet
+            await anyio.wait_all_tasks_blocked()
+            with anyio.fail_after(20):
+                await receive()
+        assert scope.cancelled_caught
+        assert got == ["0", "1", "2", "6", "7", "8"]

@@ -11,6 +11,7 @@ from tokenbus.core.plugin import Plugin, PluginInfo, hookimpl
 from tokenbus.core.selftest.stand import Answer, Ask, Outcome, Stand, StandError
 
 ENCODED = "multimodal.encoded_items"
+PIECES = "multimodal.encoded_pieces"
 FAMILIES = ["llava", "idefics3", "qwen2-vl", "qwen3-vl", "gemma3"]
 OFF = ("prefix_cache",)
 TOKENS = 6
@@ -159,6 +160,34 @@ def test_steps_planned_ahead_change_nothing(name: str, chunk: int, engines: Any,
     assert outcome.ahead > len(media.asks()), "steps were planned before the one before them had run"
     assert_same(outcome.answers, alone(name))
     assert outcome.counters[ENCODED] == 5
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_encoding_in_pieces_changes_nothing(name: str, ahead: bool, engines: Any, alone: Any) -> None:
+    """One piece for each module of the tower."""
+    media = engines(name)
+    outcome = media.run(media.asks(), chunk=7, off=OFF, ahead=ahead, encoder_slice_ms=1e-6)
+    assert outcome.counters[PIECES] > 5 * 10
+    assert_same(outcome.answers, alone(name))
+    assert outcome.counters[ENCODED] == 5, "each once, however many pieces it has"
+
+
+def test_encoding_in_pieces_with_little_room_whole_prompts_and_deaths(engines: Any, alone: Any) -> None:
+    media = engines("qwen2-vl")
+    asks = media.asks()
+    asks[2].fatal_at = 2
+    outcome = media.run(asks, off=("chunked_prefill",), blocks=24, encoder_slice_ms=1e-6)
+    assert outcome.deaths == 1
+    assert outcome.counters[PIECES] > 5 * 10
+    assert_same(outcome.answers, alone("qwen2-vl"))
+
+
+def test_encoding_in_pieces_in_a_worker_process(engines: Any, alone: Any) -> None:
+    media = engines("qwen2-vl")
+    outcome = media.run(media.asks(), chunk=7, off=OFF, process=True, encoder_slice_ms=0.05)
+    assert outcome.counters[PIECES] > outcome.counters[ENCODED]
+    assert_same(outcome.answers, alone("qwen2-vl"))
 
 
 @pytest.mark.parametrize("name", ["llava", "gemma3"])

@@ -71,7 +71,7 @@ def llm(folder, reference):
 
 @pytest.fixture(scope="module", params=["thread", "process"])
 def llm_ahead(request, folder, reference):
-    plans = {"ahead": "on", "token_budget": 96, "worker": request.param}
+    plans = {"ahead": "on", "token_budget": 96, "encoder_slice_ms": 0.01, "worker": request.param}
     with LLM(str(folder), dtype="float32", max_model_len=512, num_blocks=128, enable=("multimodal",), **plans) as made:
         yield made
 
@@ -103,12 +103,13 @@ def test_answers_are_transformers(llm, reference, folder, images):
     assert answer.outputs[0].token_ids == expected(reference, folder, answer.prompt_token_ids, images, 12)
 
 
-def test_steps_planned_ahead_change_no_answer(llm_ahead, reference, folder):
+def test_steps_planned_ahead_and_encoding_in_pieces_change_no_answer(llm_ahead, reference, folder):
     seen, several = Counter(), [(FIRST,), (), (SECOND, FIRST, SECOND)]
 
     def count(report: StepReport) -> None:
         seen["ahead"] += report.ahead
-        seen["encoded"] += report.counters.get("multimodal.encoded_items", 0)
+        for name in ("encoded_items", "encoded_pieces"):
+            seen[name] += report.counters.get(f"multimodal.{name}", 0)
 
     listening = llm_ahead._service.bus.listen(count, StepReport)
     try:
@@ -117,7 +118,8 @@ def test_steps_planned_ahead_change_no_answer(llm_ahead, reference, folder):
     finally:
         listening.close()
     assert seen["ahead"] > 20, seen
-    assert seen["encoded"] == 2
+    assert seen["encoded_items"] == 2
+    assert seen["encoded_pieces"] > 10, seen
     for answer, images in zip(answers, several, strict=True):
         assert answer.outputs[0].token_ids == expected(reference, folder, answer.prompt_token_ids, images, 40)
 

@@ -14,6 +14,7 @@ from tokenbus.core.models.loader import load
 from tokenbus.core.models.resolve import resolve
 from tokenbus.core.worker.attention import AttentionBatch
 from tokenbus.core.worker.encoder import Encoders, MediaPiece, MediaState, attach
+from tokenbus.core.worker.pieces import Pieces
 from tokenbus.core.worker.torch_attention import TorchAttention
 from tokenbus.plugins.multimodal.towers import tower_encoder
 
@@ -155,6 +156,21 @@ def test_features_of_the_first_layers_are_seen(tiny_media: Any, engines: Any) ->
 
     engine.change = shallow
     assert float((engine.logits(prompt, MORE, []) - truth).abs().max()) > 100 * limit(truth)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_encoder_that_pauses_makes_the_same(name: str, tiny_media: Any, engines: Any) -> None:
+    encoder = engines(name).encoders.encoder
+    assert encoder.pauses
+    for item in tiny_media(name).prompt([0, 1, 2], seed=9).media:
+        whole = encoder.encode(item)
+        pieces, count, found = Pieces(encoder), 0, None
+        pieces.begin(item)
+        while found is None:
+            found, count = pieces.go_on(0.0), count + 1
+        pieces.close()
+        assert count > 20
+        assert all(torch.equal(*pair) for pair in zip((whole.rows, *whole.deep), (found.rows, *found.deep), strict=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,7 +14,7 @@ from tokenbus.core.errors import ErrorInfo, PluginError
 from tokenbus.core.host import PluginHost, Switches
 from tokenbus.core.kv.pool import BlockPool
 from tokenbus.core.messages import Finish, StepOutput
-from tokenbus.core.plan import StepInput, StepPlan, StepResult, TokenLogprobs, WorkerRequest
+from tokenbus.core.plan import EncodeOrder, StepInput, StepPlan, StepResult, TokenLogprobs, WorkerRequest
 from tokenbus.core.plugin import Plugin
 from tokenbus.core.request import PENDING, AdmittedRequest
 from tokenbus.core.scheduling.scheduler import Scheduler
@@ -66,8 +66,14 @@ class WorkerCopy:
 class FakeWorker:
     """Keeps K/V as numbers that depend on all tokens before them; a block that holds something else is an assertion."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, pieces: int = 0) -> None:
+        """pieces: steps that an item takes to be encoded beforehand; 0: that is not done."""
         self.block_size = block_size
+        self.pieces = pieces
+        self.encoding: tuple[str, int] | None = None
+        """Digest under way, and pieces to go."""
+        self.encoded: set[str] = set()
+        """Digests, beforehand."""
         self.kv = [[-1] * block_size for _ in range(num_blocks)]
         self.known: dict[str, WorkerCopy] = {}
         self.features: tuple[str, ...] | None = None
@@ -83,8 +89,26 @@ class FakeWorker:
         if void:
             order = msgspec.structs.replace(order, num_tokens={}, drafts={})
         result = self._execute(order)
+        if order.encode is not None and not void:
+            self._encode(order.encode, result)
         result.void = void
         return result
+
+    def _encode(self, order: EncodeOrder, result: StepResult) -> None:
+        assert self.pieces, "not told that items are encoded in pieces"
+        assert order.seconds > 0
+        if order.item is not None:
+            assert order.item.digest == order.digest
+            if self.encoding is None or self.encoding[0] != order.digest:
+                self.encoding = order.digest, self.pieces
+        if self.encoding is None or self.encoding[0] != order.digest:
+            result.encoded = order.digest
+            return
+        digest, left = self.encoding
+        self.encoding = (digest, left - 1) if left > 1 else None
+        if self.encoding is None:
+            result.encoded = digest
+            self.encoded.add(digest)
 
     def _execute(self, order: StepInput) -> StepResult:
         for request_id in order.dropped:
@@ -177,8 +201,9 @@ class Harness:
         max_running: int = 8,
         step_seconds: float = 0.01,
         ahead: bool = False,
+        pieces: int = 0,
     ) -> None:
-        """ahead: each step is planned before the one before it runs, where that can be done."""
+        """ahead: each step is planned before the one before it runs, where that can be done. pieces: as FakeWorker has it."""
         self.ahead = ahead
         self.flights: deque[tuple[StepPlan, StepInput]] = deque()
         self.waits: Counter[str] = Counter()
@@ -191,7 +216,7 @@ class Harness:
             self.host.add(cls)
         config: Config = from_mapping({"scheduler": {"token_budget": token_budget, "max_running": max_running}}, "test")
         self.pool = BlockPool(num_blocks, block_size)
-        self.worker = FakeWorker(num_blocks, block_size)
+        self.worker = FakeWorker(num_blocks, block_size, pieces)
         self.config = config
         self.failures: list[tuple[str, PluginError]] = []
         self.switches = Switches(frozenset(on))
@@ -204,6 +229,7 @@ class Harness:
             host=self.host,
             switches=self.switches,
             on_plugin_failure=lambda name, error: self.failures.append((name, error)),
+            encodes_in_pieces=pieces > 0,
         )
         self.evicted = 0
         """Retained blocks that were handed out anew."""
@@ -289,7 +315,8 @@ class Harness:
         if planned is None:
             return
         plan, order = planned
-        assert plan.num_tokens
+        assert plan.num_tokens or order.encode
+        assert (plan.encodes_for is None) == (order.encode is None)
         assert order.num_tokens == plan.num_tokens
         assert order.ahead == bool(self.flights)
         assert not (order.ahead and (plan.preempted or order.drafts))
