@@ -2,7 +2,8 @@
 
     Hello ─> plugins ─> weights ─> KV pool ─> Ready ─> EngineCore.run         Heartbeat about every second, from the beginning
 
-SIGINT and SIGTERM are ignored: the front decides when the engine ends. When the front is gone the engine ends within 5 s (watchdog.py).
+SIGINT and SIGTERM are ignored: the front decides when the engine ends. So is SIGTTOU: the engine is in the front's session, not in the
+terminal's foreground, and logs all the same. When the front is gone the engine ends within 5 s (watchdog.py).
 A start that fails is told in a Failed message; exit status 0 after Shutdown, else not 0.
 """
 
@@ -201,6 +202,7 @@ def main(worker_factory: WorkerFactory = make_worker, arguments: list[str] | Non
     fd: int = parser.parse_args(arguments).fd
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     watch_parent(fd)
     status = anyio.run(serve, socket.socket(fileno=fd), worker_factory)
     os._exit(status)  # a step that still computes must not keep the process

@@ -52,8 +52,8 @@ async def test_settings_are_listed_with_type_bounds_value_and_how_they_apply(ser
         assert "secret" not in json.dumps(answer.body)
         live = {name for name, entry in shown.items() if entry["applies"] == "live"}
         assert live == {
-            "scheduler.token_budget", "scheduler.max_running", "scheduler.max_waiting", "scheduler.encoder_budget", "scheduler.encoder_slice_ms",
-            "server.log_level",
+            "scheduler.token_budget", "scheduler.max_running", "scheduler.max_waiting", "scheduler.encoder_budget",
+            "scheduler.encoder_slice_ms", "server.log_level",
             *(f"plugins.chunked_prefill.{field}" for field in ("mode", "chunk_size", "slow_down", "min_chunk")),
         }  # fmt: skip
         assert (await api.call("GET", PATH)).status == 401

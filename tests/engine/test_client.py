@@ -72,6 +72,12 @@ async def client(config: Config | None = None, *, on: tuple[str, ...] = (), wait
         assert not [pid for pid in pids if alive(pid)]
 
 
+def ignored(pid: int) -> int:
+    """Signals that a process ignores, a bit each."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn")), 16)
+
+
 async def read(stream: TokenStream) -> list[int]:
     return [token async for chunk in stream for token in chunk.tokens]
 
@@ -99,6 +105,15 @@ async def test_requests_are_answered_and_steps_reported():
         stats = await c.query("stats")
         assert (stats["open"], stats["free_blocks"]) == (0, 64)
         assert len((await c.query("plans", last=3))["plans"]) == 3
+
+
+async def test_the_engine_has_a_group_in_our_session_and_minds_no_terminal():
+    """In another session its share of the CPU would not depend on the priorities in ours; Ctrl-C and `stty tostop` are not for it."""
+    async with client() as c:
+        pid = c.engine_pid
+        assert pid is not None
+        assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
+        assert all(ignored(pid) >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU))
 
 
 async def test_a_cancelled_stream_ends_once_and_frees_its_blocks():
