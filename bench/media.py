@@ -8,6 +8,7 @@ import base64
 import io
 import itertools
 import json
+import shlex
 import socket
 import statistics
 import subprocess
@@ -42,14 +43,14 @@ def picture(side: int) -> str:
 
 
 @contextmanager
-def serving(hidden: int, layers: int) -> Iterator[str]:
+def serving(hidden: int, layers: int, tower_layers: int, more: list[str]) -> Iterator[str]:
     """A server of a LLaVA with random weights; its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), hidden, layers)
-        words = ["serve", "--model", folder, "--dtype", "bfloat16", "--port", str(port), "--log-level", "warning"]
+        make_model(Path(folder), hidden, layers, tower_layers)
+        words = ["serve", "--model", folder, "--dtype", "bfloat16", "--port", str(port), "--log-level", "warning", *more]
         process = subprocess.Popen([sys.executable, "-m", "tokenbus", *words])
         try:
             wait_ready(f"http://127.0.0.1:{port}", process)
@@ -137,8 +138,10 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=1024, help="pixels of an image's side")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tower-layers", type=int, default=16)
+    parser.add_argument("--arg", default="", help='more for `tokenbus serve`: "--encoder-slice-ms 0"')
     options = parser.parse_args()
-    with serving(options.hidden, options.layers) as server:
+    with serving(options.hidden, options.layers, options.tower_layers, shlex.split(options.arg)) as server:
         asyncio.run(measure(server, options))
 
 

@@ -251,7 +251,8 @@ def limit_chunk(request: Request, wanted: int, step: StepView) -> int | None:
     """Engine, per request, quick. Each step, for each request with prompt tokens to run: run at most this many of `wanted` now.
 
     `wanted` already respects the step's budget. The smallest answer of all plugins counts; 0 leaves the request out of this step.
-    A plan is never empty while there is work: when all answers are 0 the first request runs one token. None: all of `wanted`.
+    A plan has tokens while there is work: when all answers are 0 the first request runs one. None: all of `wanted`. Only requests that wait
+    for the encoder of their pictures or sounds run none, whatever the answer is.
     When no plugin answers at all the prompt is run whole, in one step, even past the budget if it is the step's first prompt.
     All its requests.
     """
@@ -296,7 +297,8 @@ def request_removed(request: Request) -> None:
 @hookspec
 def step_finished(plan: StepPlan, result: StepResult, seconds: float) -> None:
     """Engine, engine-wide, quick. After each step that gave a result, with the wall time in seconds from plan (or from the result of the
-    step before it, where it was planned ahead of that) to result. Not after a step that failed as a whole."""
+    step before it, where it was planned ahead of that) to result. Not after a step that failed as a whole. In one that
+    only encoded `plan.num_tokens` is empty."""
 
 
 # ================================================ worker ===========================================================================

@@ -150,7 +150,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One step in numbers, for metrics and logs; num_requests 0: none ran, but requests ended. Times in seconds."""
+    """One step in numbers, for metrics and logs. Times in seconds."""
 
     step_id: int
     started: float
@@ -160,6 +160,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     steps never overlap."""
     phases: dict[str, float]
     num_requests: int
+    """That it ran tokens of; 0: it only encoded, or no step `ran`."""
     prompt_tokens: int
     decode_tokens: int
     """Known tokens of requests that decode; drafts beside them are counted apart."""
@@ -183,6 +184,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """Why it was not, where `scheduler.ahead` would have it so: "drafts", "blocks" ... (`scheduling/ahead.py`)."""
     ahead_discarded: int = 0
     """Tokens that it ran in vain: of requests that had ended, in a way nobody could foresee, before it began."""
+    ran: bool = True
+    """False: no step did, but requests ended, or one failed."""
 
 
 class StepBegins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -192,11 +195,12 @@ class StepBegins(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     step_id: int
     runs: dict[str, tuple[int, int]]
-    """`{request_id: (first, last)}`: the steps run tokens[first:last] of it, prompt and output counted together."""
+    """`{request_id: (first, last)}`: the steps run tokens[first:last] of it, prompt and output counted together, or encode what stands
+    there."""
     taken: int
     """Requests taken in since the engine began."""
     cached: dict[str, int] = {}
-    """Of requests that begin with this step: prompt tokens that a cache gave, where there were any."""
+    """Of requests that begin with this step: prompt tokens that a cache gave."""
     preempted: tuple[str, ...] = ()
     """Requests that have lost their blocks to this step."""
     steps: int = 1

@@ -6,6 +6,7 @@ of plans explains a run. Token counts are in tokens, times in seconds, block ids
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -37,6 +38,11 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """A request that waits for a picture or sound, which this step encodes further: beside the tokens, for a bounded time."""
     waiting: int = 0
     running: int = 0
+
+    @property
+    def concerns(self) -> AbstractSet[str]:
+        """The requests that it runs tokens of or encodes for: should it never end, it is one of theirs."""
+        return self.num_tokens.keys() if self.encodes_for is None else self.num_tokens.keys() | {self.encodes_for}
 
 
 class EncodeOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +164,10 @@ class StepResult(msgspec.Struct, kw_only=True):
     """Floating-point operations of linears and causal attention, counted like `bytes_moved`."""
     counters: dict[str, float] = {}
     """Plugin-owned counters, by `plugin.name`."""
-    encoded: str | None = None
-    """Digest of the item of `StepInput.encode`, when nothing is left to do beforehand."""
+    encoded: list[str] = []
+    """Digests of items whose rows are kept from now on, or that nothing is left to do for before the step that runs their tokens
+    (`StepInput.encode`)."""
+    forgotten: list[str] = []
+    """Digests of items whose rows are kept no longer."""
     kernels: Kernels | None = None
     """Set when another backend computes attention from this step on."""

@@ -72,7 +72,8 @@ class SchedulingPolicy(ABC):
     def compose(self, running: Sequence[Request], now: float) -> Sequence[Work]:
         """What the next step may be made of: each entry is tried in turn until something is planned. Once a step, before anything else.
 
-        When nothing is, everything is tried (as with an empty answer, the default): no plan is empty while there is work.
+        When nothing is, everything is tried (as with an empty answer, the default): no plan is empty while there is work, but for those
+        that only encode pictures or sounds.
         """
         return ()
 

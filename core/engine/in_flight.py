@@ -34,7 +34,8 @@ class InFlight:
         return len(self._steps)
 
     def request_ids(self) -> AbstractSet[str]:
-        return set().union(*(step.plan.num_tokens for step in self._steps))
+        """That the steps are about."""
+        return set().union(*(step.plan.concerns for step in self._steps))
 
     def send(self, plan: StepPlan, order: StepInput) -> None:
         """Hand the worker a step; it has it once the event loop has run."""

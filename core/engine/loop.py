@@ -255,17 +255,20 @@ class EngineCore:
 
     async def _tell(self, plan: StepPlan, order: StepInput) -> None:
         """Have the front know which requests run before they do. Costs nothing while the same ones go on decoding."""
-        running = plan.num_tokens.keys() | self._steps.request_ids() if self._steps else plan.num_tokens.keys()
+        running = plan.concerns | self._steps.request_ids() if self._steps else plan.concerns
         if not plan.num_prompt_tokens and not plan.preempted and self._told == (self._taken, running):
             return
         self._told = self._taken, running
         requests = self.scheduler.requests
+        begun = [new.request_id for new in order.new]
+        if plan.encodes_for is not None:  # it may have joined, and is not new to the worker yet
+            begun.append(plan.encodes_for)
         await self._send(
             StepBegins(
                 step_id=plan.step_id,
                 runs=self.scheduler.runs(running),
                 taken=self._taken,
-                cached={new.request_id: hit for new in order.new if (hit := requests[new.request_id].cached_tokens)},
+                cached={name: hit for name in begun if (hit := requests[name].cached_tokens) is not None},
                 preempted=plan.preempted,
                 steps=self._depth,
             )

@@ -85,9 +85,9 @@ class Recovery:
         for _ in range(min(step.taken - self._taken, len(self._not_taken))):
             self._not_taken.popleft()
         self._taken = step.taken
-        for request_id in step.runs:
+        for request_id, cached in step.cached.items():
             if (entry := self._journal.get(request_id)) is not None and entry.cached_tokens is None:
-                entry.cached_tokens = step.cached.get(request_id, 0)
+                entry.cached_tokens = cached
         for request_id in step.preempted:
             if (entry := self._journal.get(request_id)) is not None:
                 entry.preemptions += 1

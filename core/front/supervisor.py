@@ -17,10 +17,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 import structlog
@@ -171,16 +171,7 @@ class EngineProcess:
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
         with theirs:
             try:
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    "--fd",
-                    str(theirs.fileno()),
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # what the engine or a library prints never mixes with the front's own output
-                    pass_fds=(theirs.fileno(),),
-                    process_group=0,
-                    env={**os.environ, "PYTHONPATH": path},
-                )
+                process = await _spawn([*command, "--fd", str(theirs.fileno())], theirs.fileno(), path)
             except BaseException:
                 ours.close()
                 raise
@@ -211,6 +202,23 @@ class EngineProcess:
             os.killpg(self.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):  # nobody is left in it
             return
+
+
+async def _spawn(command: Sequence[str], fd: int, path: str) -> asyncio.subprocess.Process:
+    def spawn(**group: Any) -> Coroutine[Any, Any, asyncio.subprocess.Process]:
+        return asyncio.create_subprocess_exec(
+            *command,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # what the engine or a library prints never mixes with the front's own output
+            pass_fds=(fd,),
+            env={**os.environ, "PYTHONPATH": path},
+            **group,
+        )
+
+    try:
+        return await spawn(process_group=0)
+    except ValueError:  # uvloop knows no process groups
+        return await spawn(start_new_session=True)
 
 
 class Supervisor:

@@ -25,7 +25,7 @@ class Relief:
         """There was no memory for `plan`. False when a smaller step is of no use."""
         tokens, requests = sum(plan.num_tokens.values()), len(plan.num_tokens)
         kept_to_budget = tokens <= plan.budget
-        if requests == 1 and (tokens == 1 or not kept_to_budget):
+        if not requests or (requests == 1 and (tokens == 1 or not kept_to_budget)):
             return False
         smaller = (
             tokens // 2 if kept_to_budget else min(tokens, requests) // 2

@@ -124,13 +124,15 @@ class Scheduler:
         return self._flights[-1].order if self._flights else None
 
     def runs(self, request_ids: Iterable[str]) -> dict[str, tuple[int, int]]:
-        """`{request_id: (first, last)}` of those that are open: the steps in flight run tokens[first:last] of it."""
+        """`{request_id: (first, last)}` of those that are open: the steps in flight run tokens[first:last] of it, or encode what stands
+        there."""
         requests, flights = self.batch.requests, self._flights
-        return {
-            name: (requests[name].computed, requests[name].computed + sum(one.plan.num_tokens.get(name, 0) for one in flights))
-            for name in request_ids
-            if name in requests
-        }
+        found: dict[str, tuple[int, int]] = {}
+        for name in request_ids:
+            if (request := requests.get(name)) is not None:
+                count = sum(one.plan.num_tokens.get(name, 0) for one in flights)
+                found[name] = request.computed, request.computed + max(1, count)
+        return found
 
     def starts(self, request: Request) -> int:
         """Where the step planned last begins in a request: its computed tokens, and those that the step before it runs."""
@@ -214,9 +216,9 @@ class Scheduler:
             self.fail(request_id, error, now)
         if flight.void:
             return self._close(output, self._report(None, None, now, 0.0), now)
-        self._builder.relief.went_well(self._builder.config.token_budget)
-        if result.encoded is not None:
-            self._builder.encoding.done(result.encoded)
+        if plan.num_tokens:
+            self._builder.relief.went_well(self._builder.config.token_budget)
+        self._builder.encoding.update(result.encoded, result.forgotten)
         self._results.take(flight, result, output, now)
         hooks = self.live.engine_hooks
         for impl in hooks.step_finished:
@@ -287,7 +289,7 @@ class Scheduler:
         gap: float = 0.0,
         flight: Flight | None = None,
     ) -> StepReport:
-        """Without a plan and result: how things stand when no step has given any (its num_requests is 0)."""
+        """Without a plan and result: how things stand when no step has given any."""
         num_tokens = {} if plan is None else plan.num_tokens
         prompt_tokens = 0 if plan is None else plan.num_prompt_tokens
         drafts = 0 if plan is None else plan.num_draft_tokens
@@ -316,6 +318,7 @@ class Scheduler:
             counters=counters,
             cpu_seconds=time.process_time(),
             gap=gap,
+            ran=plan is not None,
             ahead=flight is not None and flight.order.ahead,
             waited="" if flight is None else flight.waited,
             ahead_discarded=0 if flight is None else flight.discarded,

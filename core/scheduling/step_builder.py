@@ -21,10 +21,12 @@ empty while there is work (but for one that only encodes), and preemptions are b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from ..config import SchedulerConfig
 from ..contexts import PrefixMatch, StepView
 from ..errors import ContextLengthError, TokenbusError
-from ..media import MediaItem
 from ..plan import EncodeOrder, StepPlan, WorkerRequest
 from ..policy import Work
 from ..request import Request, Status
@@ -310,7 +312,7 @@ class StepBuilder:
             while len(batch.running) - self._ending >= self._max_running or not self._fits(
                 request, match := self._match(request)
             ):
-                if not self._displace(request, now):
+                if self._waits_for_encoder(request, match) or not self._displace(request, now):
                     return False
                 if batch.line.peek(now) is not request:
                     return True  # the line has another head now: start over with it
@@ -363,16 +365,12 @@ class StepBuilder:
         return needed + self._headroom <= free
 
     def _start(self, request: Request, match: PrefixMatch | None, now: float, least: int) -> bool:
-        """Admit the head of the line with its first chunk; False when `limit_chunk` leaves it out of this step."""
+        """Admit the head of the line, with its first chunk or to wait for the encoder; False when `limit_chunk` leaves it out of this
+        step."""
         batch = self._batch
-        if match is not None:
-            request.computed = match.num_tokens
-        try:
+        with _matched(request, match):
             num_tokens = self._chunk(request, least)
-        finally:
-            request.computed = 0
-        waits = not num_tokens and self.encoding.waits(request)
-        if not num_tokens and not waits:
+        if not num_tokens and not self._waits_for_encoder(request, match):
             return False
         if match is not None:
             batch.pool.share(match.blocks)
@@ -391,6 +389,13 @@ class StepBuilder:
             self._plan(request, num_tokens)
         return True
 
+    def _waits_for_encoder(self, request: Request, match: PrefixMatch | None) -> bool:
+        """Whether a waiting request could run nothing yet, for all the room there may be."""
+        if not request.admitted.media:
+            return False
+        with _matched(request, match):
+            return not self._encoded(request, 1)
+
     def _count_hits(self, request: Request) -> None:
         if request.cached_tokens is not None:
             return
@@ -405,6 +410,11 @@ class StepBuilder:
         view = self._view
         remaining = len(request.tokens) - request.computed
         wanted = min(remaining, max(0, view.budget))
+        if request.admitted.media:
+            encoded = self._encoded(request, max(wanted, 1))
+            if not encoded:
+                return 0
+            wanted = min(wanted, encoded)
         answer: int | None = None
         for impl in request.hooks.limit_chunk:
             limit = impl(request=request, wanted=wanted, step=view)
@@ -415,7 +425,7 @@ class StepBuilder:
             return self._around_media(request, chunk) if chunk and request.admitted.media else chunk
         if remaining > view.budget and view.prompt_tokens:
             return 0
-        return 0 if request.admitted.media and self._held_back(request, remaining) else remaining
+        return 0 if request.admitted.media and self._encoded(request, remaining) < remaining else remaining
 
     def _around_media(self, request: Request, chunk: int) -> int:
         view = self._view
@@ -423,13 +433,14 @@ class StepBuilder:
             view.budget if view.prompt_tokens else max(view.budget, request.remaining)
         )  # the first prompt's span may pass it
         begun = sum(self._media.values())
-        chunk = fitting_chunk(request, chunk, budget=budget, encoder_budget=self.config.encoder_budget, begun=begun)
-        item = self._held_back(request, chunk)
-        return chunk if item is None else max(0, item.start - request.computed)
+        return fitting_chunk(request, chunk, budget=budget, encoder_budget=self.config.encoder_budget, begun=begun)
 
-    def _held_back(self, request: Request, chunk: int) -> MediaItem | None:
-        """The first item that begins in this chunk, or right behind it, and has to be encoded before it runs."""
-        return next((item for item in beginning(request, chunk + 1) if self.encoding.holds_back(request, item)), None)
+    def _encoded(self, request: Request, count: int) -> int:
+        """How many of its next `count` tokens come before an item that has to be encoded first."""
+        for item in beginning(request, count):
+            if self.encoding.holds_back(request, item):
+                return max(0, item.start - request.computed)
+        return count
 
     def _plan(self, request: Request, num_tokens: int) -> None:
         view, request_id = self._view, request.request_id
@@ -460,6 +471,16 @@ class StepBuilder:
                 media=admitted.media,
             )
         )
+
+
+@contextmanager
+def _matched(request: Request, match: PrefixMatch | None) -> Iterator[None]:
+    """While this is open a waiting request is as if it had the blocks of the match."""
+    request.computed = 0 if match is None else match.num_tokens
+    try:
+        yield
+    finally:
+        request.computed = 0
 
 
 def _may_have_drafts(request: Request) -> bool:

@@ -84,7 +84,7 @@ class Facts:
         shares = sorted(
             max(step["bytes_moved"] / read, step["flops"] / flops) / step["duration"]
             for step in self.steps
-            if step["duration"] > 0
+            if step["duration"] > 0 and step["bytes_moved"]  # not those that only encoded
         )
         return shares[len(shares) // 2] if shares else None
 

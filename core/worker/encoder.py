@@ -72,8 +72,10 @@ class Encoders:
         self.counts = {ENCODED_ITEMS: 0, ENCODED_PIECES: 0}
         """Since they were last taken (`take_counts`)."""
         self._kept: OrderedDict[str, Encoded] = OrderedDict()
-        self._large: dict[str, Encoded] = {}
+        self._too_large: dict[str, Encoded] = {}
         """The item that `beforehand` encoded last, if it is larger than all that may be kept; until it is used."""
+        self._news: dict[str, bool] = {}
+        """By digest, what the engine is to know: whether nothing is left to do beforehand."""
         self._pieces = Pieces(encoder) if encoder.pauses else None
 
     def load(self, piece: MediaPiece) -> None:
@@ -94,25 +96,38 @@ class Encoders:
         if found is not None and len(found.rows) == item.rows:
             self._kept.move_to_end(item.digest)
             return found
-        found = self._large.pop(item.digest, None) or self._encode(item)
-        self._keep(item.digest, found)
+        found = self._too_large.pop(item.digest, None) or self._encode(item)
+        self._news[item.digest] = self._keep(item.digest, found)
         return found
 
     def _keep(self, digest: str, found: Encoded) -> bool:
         """Whether there is room for it."""
         if found.nbytes > self.max_bytes:
             return False
+        self._drop(digest)
         self._kept[digest] = found
         self.nbytes += found.nbytes
         while self.nbytes > self.max_bytes:
-            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+            self._drop(next(iter(self._kept)))
         return True
 
-    def beforehand(self, order: EncodeOrder) -> bool:
-        """Go on with an item for about `order.seconds`. True: nothing is left to do before the step that runs its tokens, because the item
+    def _drop(self, digest: str) -> None:
+        if (found := self._kept.pop(digest, None)) is not None:
+            self.nbytes -= found.nbytes
+            self._news[digest] = False
+
+    def beforehand(self, order: EncodeOrder) -> None:
+        """Go on with an item for about `order.seconds`, unless nothing is left to do before the step that runs its tokens, because the item
         is done, or was given up, or fails, which that step is to find out."""
+        self._news[order.digest] = self._go_on(order)
+
+    def _go_on(self, order: EncodeOrder) -> bool:
+        """Whether nothing is left to do beforehand."""
         pieces, digest = self._pieces, order.digest
-        if digest in self._kept or self._large.keys() == {digest} or pieces is None:
+        if digest in self._kept:
+            self._kept.move_to_end(digest)
+            return True
+        if digest in self._too_large or pieces is None:
             return True
         if order.item is not None:
             pieces.begin(order.item)
@@ -126,7 +141,7 @@ class Encoders:
         if found is not None:
             self.counts[ENCODED_ITEMS] += 1
             if not self._keep(digest, found):
-                self._large = {digest: found}
+                self._too_large = {digest: found}
         return found is not None
 
     def _encode(self, item: MediaItem) -> Encoded:
@@ -145,9 +160,21 @@ class Encoders:
 
     def clear(self) -> None:
         """Forget all that is kept."""
+        self._news |= dict.fromkeys((*self._kept, *self._too_large), False)
         self._kept.clear()
-        self._large.clear()
+        self._too_large.clear()
         self.nbytes = 0
+
+    def take_news(self) -> tuple[list[str], list[str]]:
+        """`StepResult.encoded` and `forgotten`: since they were last taken. Empty where nothing is encoded in pieces."""
+        news, self._news = self._news, {}
+        if self._pieces is None:
+            return [], []
+        return [digest for digest, ready in news.items() if ready], [digest for digest, ready in news.items() if not ready]
+
+    def take_cpu_seconds(self) -> float:
+        """CPU time of the encoder's own thread, likewise."""
+        return 0.0 if self._pieces is None else self._pieces.take_cpu_seconds()
 
     def take_counts(self) -> dict[str, int]:
         counts, self.counts = self.counts, dict.fromkeys(self.counts, 0)
@@ -172,7 +199,8 @@ class WorkerMedia:
         self.weights_bytes = encoder.weights_bytes
         self.fixed_bytes = max_bytes
         self.in_pieces = encoder.pauses
-        self.beforehand, self.close = self.encoders.beforehand, self.encoders.close
+        self.beforehand, self.take_news = self.encoders.beforehand, self.encoders.take_news
+        self.take_cpu_seconds, self.close = self.encoders.take_cpu_seconds, self.encoders.close
 
     def load(self, run: Run) -> None:
         """As `Encoders.load`."""

@@ -215,6 +215,8 @@ class ModelRunner:
         except Exception as error:
             raise _failure(order.step_id, error) from error
         pending.result.phases["cpu"] = self._clock() - cpu
+        if self.media is not None and self._clock is time.thread_time:
+            pending.result.phases["cpu"] += self.media.take_cpu_seconds()
         return pending
 
     def collect(self, pending: Pending) -> StepResult:
@@ -244,15 +246,16 @@ class ModelRunner:
         runs = self._book.runs(order, result, layout.block_size, model.spec.vocab_size)
         pending = Pending(result)
         encoding = time.perf_counter()
-        if order.encode is not None and self.media is not None and self.media.beforehand(order.encode):
-            result.encoded = order.encode.digest
+        if order.encode is not None and self.media is not None:
+            self.media.beforehand(order.encode)
         runs = self._book.encode(runs, result)
         encoded = time.perf_counter()
         if runs:
             attention = self._attention(model, layout, result)
             self._computer.run(runs, pending, attention, began + encoded - encoding)
             self._told_attention = attention
-        if self._book.media is not None:
+        if self.media is not None:
+            result.encoded, result.forgotten = self.media.take_news()
             result.phases["encode"] = encoded - encoding
         return pending
 

@@ -72,7 +72,7 @@ class Turns:
         """What of the order is run, whether that is nothing, and for how long nobody ran anything. Counts as failed until it is known."""
         void = order.ahead and self._failed
         if void:
-            order = msgspec.structs.replace(order, num_tokens={}, drafts={})
+            order = msgspec.structs.replace(order, num_tokens={}, drafts={}, encode=None)
         idle = 0.0 if self._ended is None or self._open else time.perf_counter() - self._ended
         self._failed = True
         return order, void, idle

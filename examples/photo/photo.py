@@ -35,7 +35,7 @@ def portrait() -> Path:
     return Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"
 
 
-def make_model(folder: Path, hidden: int = 64, layers: int = 2) -> None:
+def make_model(folder: Path, hidden: int = 64, layers: int = 2, tower_layers: int = 2) -> None:
     """All that a server needs of a model: weights, config.json, tokenizer, chat template, image processor."""
     import tokenizers
     import torch
@@ -53,6 +53,7 @@ def make_model(folder: Path, hidden: int = 64, layers: int = 2) -> None:
     text = {"model_type": "llama", "vocab_size": len(letters) + 1, "max_position_embeddings": 1024, **sizes}
     text |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     vision = {"model_type": "clip_vision_model", "image_size": SIDE, "patch_size": PATCH, **sizes}
+    vision["num_hidden_layers"] = tower_layers
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=len(letters)))
     with torch.no_grad():

@@ -183,8 +183,10 @@ class Collector:
         self.free_blocks.set(step.free_blocks)
         self.total_blocks.set(step.num_blocks)
         self.kv_usage.set(1 - step.free_blocks / step.num_blocks if step.num_blocks else 0)
-        if step.num_requests:
+        if step.ran:
             self._count_step(step)
+        for name, count in step.counters.items():
+            self.plugin_counts.labels(name).inc(max(0.0, count))
         self.preemptions.inc(step.preempted)
         self.allocation_failures.inc(max(0, step.allocation_failures - self._allocation_failures))
         self._allocation_failures = step.allocation_failures
@@ -201,14 +203,13 @@ class Collector:
         if step.waited:
             self.waited.labels(step.waited).inc()
         self.discarded.inc(step.ahead_discarded)
-        self.step_requests.observe(step.num_requests)
-        self.step_prompt.observe(step.prompt_tokens)
-        self.step_decode.observe(step.decode_tokens)
+        if step.num_requests:
+            self.step_requests.observe(step.num_requests)
+            self.step_prompt.observe(step.prompt_tokens)
+            self.step_decode.observe(step.decode_tokens)
         for phase, seconds in step.phases.items():
             self.phase_seconds.labels(phase).inc(max(0.0, seconds))
         self.step_drafts.observe(step.draft_tokens)
-        for name, count in step.counters.items():
-            self.plugin_counts.labels(name).inc(max(0.0, count))
         self.bytes_moved.inc(step.bytes_moved)
         self.flops.inc(step.flops)
         info = self._front.info()

@@ -16,6 +16,7 @@ import resource
 import select
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
     from .family import Family, Processed
 
-NICENESS = 10
-"""Text requests come first; a job's `in_idle_time` says how far."""
+NICENESS = 5
+"""Of jobs that do not only take idle time, too. Beside others in one session they have a quarter of a core that is wanted by both."""
 
 
 def serve(control: socket.socket) -> None:
@@ -56,6 +57,9 @@ def serve(control: socket.socket) -> None:
             return
         with socket.socket(fileno=fds[0]) as sock:
             if os.fork() == 0:
+                if told == jobs.IN_IDLE_TIME:
+                    with suppress(OSError):  # where that is filtered it has an ordinary share
+                        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                 try:
                     control.close()
                     run(sock, family, hello)
@@ -67,8 +71,7 @@ def run(sock: socket.socket, family: Family, hello: jobs.Hello) -> None:
     """One job, in its own process. It takes no longer than it may: signals that it doesn't handle end it."""
     signal.setitimer(signal.ITIMER_REAL, hello.wall_seconds)
     job: jobs.Job = jobs.receive(sock, jobs.Job)
-    if job.in_idle_time and hasattr(os, "SCHED_IDLE"):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    jobs.send(sock, jobs.Begun(os.getpid()))
     end_with(sock)
     bound_memory(hello.memory_mb)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -186,7 +189,8 @@ def digest(tensors: dict[str, TensorBytes], made: Processed, more: dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    os.nice(NICENESS)
+    with suppress(OSError):
+        os.nice(NICENESS)
     with socket.socket(fileno=parser.parse_args().fd) as control:
         serve(control)
 

@@ -1,4 +1,4 @@
-"""What is said between the front and the processes that decode and process: one `Job` in, one `Done` out, over a socket of its own.
+"""What is said between the front and the processes that decode and process: a `Job` in, `Begun` and `Done` out, over a socket of its own.
 
 A frame is four bytes of length (little-endian), then MessagePack.
 """
@@ -13,6 +13,8 @@ import msgspec
 
 from ...core.media import Kind, MediaItem
 
+IN_IDLE_TIME, BESIDE_OTHERS = b"i", b"b"
+"""What is sent with a job's socket: whether it may take only CPU time that nobody else wants, where the system can do so."""
 MAX_FRAME = 1 << 30
 """Bytes; the settings' limits are far below."""
 
@@ -46,8 +48,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int
     max_pixels: int
     max_seconds: float
-    in_idle_time: bool = False
-    """Take only CPU time that nobody else wants, where the system can do so."""
+
+
+class Begun(msgspec.Struct, frozen=True):
+    pid: int
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from ...core.errors import OverloadedError, UnavailableError
-from .jobs import Done, Hello, Job, Ready, receive, send
+from .jobs import BESIDE_OTHERS, IN_IDLE_TIME, Begun, Done, Hello, Job, Ready, receive, send
 
 START_SECONDS = 120.0
 """Wall time that the process may take to import what it needs: some seconds, on a machine that is not busy."""
 WALL_FACTOR, WALL_EXTRA = 5.0, 5.0
 """A job's wall time is bounded by its CPU seconds times the one, plus the other: then the machine is too busy for it."""
+IDLE_TIME = hasattr(os, "SCHED_IDLE")
+"""Whether processes can be had that take only CPU time that nobody else wants."""
 PATIENCE = 5.0
-"""Seconds that a job in idle time may take. Then it is begun anew beside all others, and so are those that come in the next"""
-HURRY = 30.0
-"""seconds: the machine has no idle time."""
+"""Seconds in which a job in idle time has to get on (`BUSY`). When it does not the machine has no idle time; it is then ended, and begun
+anew beside all others."""
+NO_IDLE_TIME_SECONDS = 30.0
+"""For so long other jobs are begun in that way too."""
+BUSY = 0.1
+"""Share of a core that a job in idle time gets at least."""
 SLACK = 2.0
 """Seconds that the front waits longer than the job may take."""
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -47,13 +52,13 @@ class Processes:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._problem: str | None = None
-        self._hurry_until = 0.0
+        self._no_idle_time_until = 0.0
         self.started = 0
         """Forking processes started so far."""
         self.jobs = 0
-        """Jobs begun."""
-        self.hurried = 0
-        """Of these, those that were not done in idle time."""
+        """Jobs begun; one that is begun anew counts twice."""
+        self.beside_others = 0
+        """Of these, those that did not only take idle time."""
 
     def run(self, job: Job, seconds: float) -> Done:
         """Have a job done. seconds: until its turn has to come, else OverloadedError. CannotProcessError; UnavailableError when the machine
@@ -67,23 +72,25 @@ class Processes:
             self._free.release()
 
     def _run(self, job: Job, deadline: float) -> Done:
-        if time.monotonic() >= self._hurry_until:
-            with contextlib.suppress(TimeoutError):
-                return self._ask(replace(job, in_idle_time=True), deadline, PATIENCE)
-            self._hurry_until = time.monotonic() + HURRY
-        self.hurried += 1
+        if IDLE_TIME and time.monotonic() >= self._no_idle_time_until:
+            try:
+                return self._ask(job, IN_IDLE_TIME, deadline, PATIENCE)
+            except TimeoutError:
+                self._no_idle_time_until = time.monotonic() + NO_IDLE_TIME_SECONDS
         try:
-            return self._ask(job, deadline, self._hello.wall_seconds + SLACK)
+            return self._ask(job, BESIDE_OTHERS, max(deadline, time.monotonic() + SLACK), self._hello.wall_seconds + SLACK)
         except TimeoutError:
             raise UnavailableError("the machine is too busy to process an image or sound now", retry_after=5.0) from None
 
-    def _ask(self, job: Job, deadline: float, patience: float) -> Done:
-        """TimeoutError after so many seconds of patience: the job has been ended."""
-        with self._begin(deadline) as sock:
+    def _ask(self, job: Job, when: bytes, deadline: float, patience: float) -> Done:
+        """TimeoutError when the job does next to nothing for so many seconds: it has been ended."""
+        with self._begin(when, deadline) as sock:
             began = time.monotonic()
             sock.settimeout(patience)
             try:
                 send(sock, job)
+                pid: int = receive(sock, Begun).pid
+                _wait(sock, pid, patience)
                 return receive(sock, Done)
             except TimeoutError:
                 raise
@@ -96,7 +103,7 @@ class Processes:
             return f"takes more than {hello.cpu_seconds:g} s of CPU time to process: send a smaller one"
         return f"can't be decoded within {hello.memory_mb} MiB of memory, or breaks the decoder"
 
-    def _begin(self, deadline: float) -> socket.socket:
+    def _begin(self, when: bytes, deadline: float) -> socket.socket:
         """The front's end of a new job's socket."""
         if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise UnavailableError("the process that processes images and sounds is still starting", retry_after=5.0)
@@ -106,12 +113,13 @@ class Processes:
                 ours, theirs = socket.socketpair()
                 with theirs:
                     try:
-                        socket.send_fds(control, [b"j"], [theirs.fileno()])
+                        socket.send_fds(control, [when], [theirs.fileno()])
                     except OSError:
                         ours.close()
                         self._end()
                         continue
                 self.jobs += 1
+                self.beside_others += when == BESIDE_OTHERS
                 return ours
         finally:
             self._lock.release()
@@ -171,3 +179,27 @@ class Processes:
         if process is not None:
             process.kill()
             process.wait()
+
+
+def _wait(sock: socket.socket, pid: int, patience: float) -> None:
+    """Until there is something to read, the other end's being closed included. TimeoutError when the process does next to nothing."""
+    used = _cpu_seconds(pid)
+    while not _readable(sock, patience):
+        before, used = used, _cpu_seconds(pid)
+        if used - before < BUSY * patience:
+            raise TimeoutError
+
+
+def _cpu_seconds(pid: int) -> float:
+    """That a process has used; 0.0 when it is gone, or the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _readable(sock: socket.socket, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(seconds * 1000))

@@ -24,7 +24,7 @@ from tokenbus.core.front.events import EngineStarted
 from tokenbus.core.front.tokenizer import Tokenizer
 from tokenbus.core.media import MediaItem
 from tokenbus.plugins.multimodal import processes
-from tokenbus.plugins.multimodal.jobs import Done, Job
+from tokenbus.plugins.multimodal.jobs import IN_IDLE_TIME, Done, Job
 from tokenbus.plugins.multimodal.processes import Processes
 
 pytestmark = pytest.mark.anyio
@@ -548,32 +548,35 @@ async def test_jobs_take_idle_time_unless_there_is_none(api, monkeypatch):
             ended.set()
             thread.join()
 
-    monkeypatch.setattr(processes, "PATIENCE", 60.0)
+    monkeypatch.setattr(processes, "PATIENCE", 0.2)
+    monkeypatch.setattr(processes, "BUSY", 0.0)
     try:
         own.warm_up()
         first = await anyio.to_thread.run_sync(watched)
-        assert (first.rows, own.hurried, os.SCHED_IDLE in policies) == (kit.ROWS, 0, True)
+        assert (first.rows, own.beside_others, os.SCHED_IDLE in policies) == (kit.ROWS, 0, True)
         policies.clear()
         monkeypatch.setattr(processes, "PATIENCE", 0.02)
+        monkeypatch.setattr(processes, "BUSY", 1e9)
         second = await anyio.to_thread.run_sync(watched)
-        assert (second, own.hurried, own.jobs) == (first, 1, 3)
+        assert (second, own.beside_others, own.jobs) == (first, 1, 3)
         assert await anyio.to_thread.run_sync(_children, own._process.pid) == 0
         policies.clear()
         third = await anyio.to_thread.run_sync(watched)
-        assert (third, own.hurried, own.jobs) == (first, 2, 4)
+        assert (third, own.beside_others, own.jobs) == (first, 2, 4)
         assert policies == {os.SCHED_OTHER}
     finally:
         own.close()
 
 
-async def test_a_job_whose_front_gives_up_ends(api):
+async def test_a_job_whose_front_gives_up_ends(api, monkeypatch):
+    monkeypatch.setattr(processes, "BUSY", 1e9)
     hello = api.multimodal._model[1]._processes._hello
     own = Processes(folder=hello.folder, config=hello.config, count=1, cpu_seconds=20.0, memory_mb=hello.memory_mb)
     large = kit.encoded(kit.noise(5000, 5000), "BMP")
     job = Job(kind="image", form="file", data=large, max_bytes=1 << 30, max_pixels=1 << 30, max_seconds=1.0)
     try:
         with pytest.raises(TimeoutError):
-            await anyio.to_thread.run_sync(own._ask, job, time.monotonic() + 60, 0.2)
+            await anyio.to_thread.run_sync(own._ask, job, IN_IDLE_TIME, time.monotonic() + 60, 0.2)
         began = time.monotonic()
         assert _children(own._process.pid) == 0
         assert time.monotonic() - began < 5  # it has 20 s of CPU time, and 100 s of wall time

@@ -36,7 +36,9 @@ class FakeWorker(Worker):
         before: Callable[[StepInput], Awaitable[None]] | None = None,
         step_seconds: float = 0.0,
         load_error: Exception | None = None,
+        encodes: bool = False,
     ) -> None:
+        self.encodes = encodes
         self.before = before
         self.step_seconds = step_seconds
         self.load_error = load_error
@@ -64,6 +66,7 @@ class FakeWorker(Worker):
             free_bytes=2**30,
             lossless=True,
             phases={"weights": 0.5},
+            encodes_in_pieces=self.encodes,
         )
 
     async def allocate(self, num_blocks: int) -> None:
@@ -83,6 +86,8 @@ class FakeWorker(Worker):
     async def _take_turn(self, order: StepInput) -> StepResult:
         if self.before is not None:
             await self.before(order)
+        if order.encode is not None and order.encode.digest == "deadly":
+            os._exit(3)
         for new in order.new if order.num_tokens else ():
             await self._misbehave(new.tokens[0])
         if self.step_seconds:
@@ -117,14 +122,15 @@ class FakeWorker(Worker):
             if self._computed[request_id] == len(tokens):
                 tokens.append((tokens[-1] + 1) % 900)
                 sampled[request_id] = [tokens[-1]]
-        return StepResult(step_id=order.step_id, sampled=sampled)
+        return StepResult(step_id=order.step_id, sampled=sampled, encoded=[] if order.encode is None else [order.encode.digest])
 
     async def close(self) -> None:
         self.closed = True
 
 
 def make_fake(config: Config, features: tuple[str, ...]) -> Worker:
-    """A worker for an engine process, as `model.model` says. "fake": 1 ms a step, "slow": 20 ms, "zero": none; the others can't start."""
+    """A worker for an engine process, as `model.model` says. "fake": 1 ms a step, "slow": 20 ms, "zero": none, "encodes": 1 ms, in pieces; the
+    others can't start."""
     match config.model.model:
         case "wrong":
             return FakeWorker(load_error=ModelError("this model can't be run: it is a fake"))
@@ -136,6 +142,8 @@ def make_fake(config: Config, features: tuple[str, ...]) -> Worker:
             return StuckWorker()
         case "zero":
             return FakeWorker()
+        case "encodes":
+            return FakeWorker(encodes=True, step_seconds=0.001)
         case "slow":
             return FakeWorker(step_seconds=0.02)
     return FakeWorker(step_seconds=0.001)

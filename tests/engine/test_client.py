@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ from tokenbus.core.errors import (
 from tokenbus.core.front.client import EngineClient, TokenStream
 from tokenbus.core.front.events import EngineDied, EngineStarted, LoopLag
 from tokenbus.core.host import Switches, make_host
+from tokenbus.core.media import MediaItem
 from tokenbus.core.messages import StepReport
 
 pytestmark = pytest.mark.anyio
@@ -157,6 +159,21 @@ async def test_killed_mid_stream_the_streams_go_on():
         assert c.restarts == 1
         assert await read(c.submit([request("a", [5], 3)])[0]) == [6, 7, 8]
         assert [(death.open_requests, death.restart_in, death.ended_requests) for death in deaths] == [(2, 0.05, 0)]
+
+
+async def test_a_picture_that_kills_engines_while_it_is_encoded_ends_its_request_alone():
+    def picture(digest: str) -> dict[str, tuple[MediaItem, ...]]:
+        return {"media": (MediaItem(kind="image", digest=digest, start=0, length=2),)}
+
+    async with client(settings("encodes")) as c:
+        good = c.submit([request("a", max_tokens=150), request("b", max_tokens=150, **picture("harmless"))])
+        begun = [(await anext(stream)).tokens for stream in good]
+        (bad,) = c.submit([request("bad", **picture("deadly"))])
+        with pytest.raises(EngineDiedError, match="died twice at the same position while it ran this request alone"):
+            await read(bad)
+        for stream, tokens in zip(good, begun, strict=True):
+            assert tokens + await read(stream) == following([30], 150)
+        assert 2 <= c.restarts <= 4
 
 
 async def until(condition) -> None:
@@ -375,3 +392,20 @@ async def test_an_engine_that_gives_up_says_why():
         with pytest.raises(EngineDiedError, match=r"died twice .*: the engine gave up: RuntimeError: a bug"):
             await read(stream)
         await until(lambda: c.ready()[0])
+
+
+async def test_an_event_loop_that_knows_no_process_groups_gives_the_engine_a_session(monkeypatch: pytest.MonkeyPatch):
+    """uvloop's."""
+    spawn = asyncio.create_subprocess_exec
+
+    def refuses(*words: str, **options: Any):
+        if "process_group" in options:
+            raise ValueError("unexpected kwargs: process_group")
+        return spawn(*words, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuses)
+    async with client() as c:
+        pid = c.engine_pid
+        assert pid is not None
+        assert (os.getsid(pid), os.getpgid(pid)) == (pid, pid)
+        assert await read(c.submit([request("a", [5], 3)])[0]) == [6, 7, 8]

@@ -101,13 +101,24 @@ def test_a_step(collector):
     assert value(collector, "step_flops_ratio") == pytest.approx(1000 / 0.5 / 4000)
 
 
+def test_a_step_that_only_encodes_is_counted_and_is_none_of_the_tokens(collector):
+    counters = {"multimodal.encoded_pieces": 1.0}
+    only = {"num_requests": 0, "prompt_tokens": 0, "decode_tokens": 0, "phases": {"encode": 0.1}, "counters": counters}
+    tell(collector, step(), step(step_id=2, **only), step(step_id=2, **only, ran=False))
+    assert value(collector, "steps_total") == 2
+    assert value(collector, "step_requests_count") == 1
+    assert value(collector, "step_phase_seconds_total", phase="encode") == pytest.approx(0.1)
+    counted = collector.plugin_counts.labels("multimodal.encoded_pieces")
+    assert counted._value.get() == 2, "what plugins count is never lost"
+
+
 def test_steps_planned_ahead_and_why_others_were_not(collector):
     tell(
         collector,
         step(ahead=True, gap=0.0002, ahead_discarded=3),
         step(step_id=2, ahead=True),
         step(step_id=3, waited="drafts", gap=0.004),
-        step(step_id=4, num_requests=0),
+        step(step_id=4, num_requests=0, ran=False),
     )
     assert value(collector, "steps_planned_ahead_total") == 2
     assert value(collector, "steps_that_waited_total", why="drafts") == 1

@@ -74,6 +74,9 @@ class FakeWorker:
         """Digest under way, and pieces to go."""
         self.encoded: set[str] = set()
         """Digests, beforehand."""
+        self.room = 0
+        """Items that are kept; 0: all. The oldest goes first."""
+        self.kept: list[str] = []
         self.kv = [[-1] * block_size for _ in range(num_blocks)]
         self.known: dict[str, WorkerCopy] = {}
         self.features: tuple[str, ...] | None = None
@@ -102,13 +105,16 @@ class FakeWorker:
             if self.encoding is None or self.encoding[0] != order.digest:
                 self.encoding = order.digest, self.pieces
         if self.encoding is None or self.encoding[0] != order.digest:
-            result.encoded = order.digest
+            result.encoded = [order.digest]
             return
         digest, left = self.encoding
         self.encoding = (digest, left - 1) if left > 1 else None
         if self.encoding is None:
-            result.encoded = digest
+            result.encoded = [digest]
             self.encoded.add(digest)
+            if self.room and len(self.kept) == self.room:
+                result.forgotten = [self.kept.pop(0)]
+            self.kept.append(digest)
 
     def _execute(self, order: StepInput) -> StepResult:
         for request_id in order.dropped:

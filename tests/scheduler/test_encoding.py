@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tokenbus.core.config import from_mapping
 from tokenbus.core.errors import WorkerError
 from tokenbus.core.media import MediaItem
-from tokenbus.core.scheduling.encoding import ALONE, Encoding
+from tokenbus.core.plugin import Stash
+from tokenbus.core.request import Request
+from tokenbus.core.scheduling.encoding import SLICES_ALONE, Encoding
 
 CHUNKS = {"on": ("chunked_prefill",), "settings": {"chunked_prefill": {"mode": "fixed", "chunk_size": 8}}}
 SLICE = from_mapping({}, "test").scheduler.encoder_slice_ms / 1000
@@ -58,7 +60,15 @@ def test_a_request_that_begins_with_an_item_joins_without_a_token(harness: Any) 
     h.add("t", 4, max_tokens=1)
     h.run()
     assert steps(h) == [({}, "m"), ({"t": 4}, "m"), ({"m": 8}, None)]
-    assert [order.encode.seconds for order in h.inputs[:2]] == [SLICE * ALONE, SLICE]
+    assert [order.encode.seconds for order in h.inputs[:2]] == [SLICE * SLICES_ALONE, SLICE]
+
+
+def test_who_waits_for_the_encoder_takes_no_ones_share_of_a_step(harness: Any) -> None:
+    h = harness(pieces=3, **CHUNKS)
+    h.add("m", 24, max_tokens=1, media=(item(0),))
+    h.add("u", 20, max_tokens=1)
+    h.run()
+    assert [plan.num_tokens.get("u") for plan in h.plans[:3]] == [8, 8, 4]
 
 
 def test_prompts_that_go_whole_wait_for_all_their_items(harness: Any) -> None:
@@ -86,7 +96,7 @@ def test_the_same_item_is_encoded_once_for_all_who_wait(harness: Any) -> None:
 def test_what_is_under_way_goes_first_whoever_else_wants_something() -> None:
     """Else two items could take the encoder from each other for ever."""
     encoding = Encoding(in_pieces=True)
-    early, late = (SimpleNamespace(request_id=name) for name in ("n", "m"))
+    early, late = (cast("Request", SimpleNamespace(request_id=name, stash=Stash())) for name in ("n", "m"))
     found = []
     for step in range(5):
         encoding.begin_step(20.0)
@@ -98,7 +108,7 @@ def test_what_is_under_way_goes_first_whoever_else_wants_something() -> None:
         assert ordered is not None
         found.append((ordered[0], ordered[1].digest, ordered[1].item is not None))
         if step == 3:
-            encoding.done("early")
+            encoding.update(["early"], [])
     assert found[:2] == [("n", "early", True), ("n", "early", False)]
     assert found[2] == ("m", "late", True), "nobody who runs now waits for the other"
     assert found[3:] == [("m", "late", False), ("m", "late", False)]
@@ -153,6 +163,59 @@ def test_none_is_encoded_beforehand_when_told_so(harness: Any) -> None:
         h.add("m", 8, max_tokens=1, media=(item(0),))
         assert h.step().num_tokens == {"m": 8}
         assert told(h) == []
+
+
+def test_items_that_push_each_other_out_keep_nobody_waiting_for_ever(harness: Any) -> None:
+    """Three are needed at once, and the worker keeps two."""
+    h = harness(pieces=2)
+    h.worker.room = 2
+    h.add("m", 30, max_tokens=1, media=tuple(item(10 * i, digest=d) for i, d in enumerate("abc")))
+    h.run()
+    assert [digest for digest, _ in told(h)] == ["a", "a", "b", "b", "c", "c"]
+    assert h.finished["m"].reason == "length"
+    h.add("n", 8, max_tokens=1, media=(item(0, digest="a"),))
+    h.run()
+    assert told(h)[6:] == [("a", True), ("a", False)], "another request has it encoded in pieces again"
+
+
+def test_nobody_is_displaced_for_a_request_that_waits_for_the_encoder(harness: Any) -> None:
+    h = harness(pieces=4, max_running=1, on=("chunked_prefill", "scheduling.priority"), settings=CHUNKS["settings"])
+    h.add("t", 4, max_tokens=9)
+    h.step()
+    h.add("m", 8, max_tokens=1, media=(item(0),), fields={"priority": -5})
+    h.run()
+    first = next(index for index, plan in enumerate(h.plans) if "t" in plan.preempted)
+    assert first == 5, "when its picture is encoded"
+    assert [plan.num_tokens for plan in h.plans[1:6]] == [{"t": 1}] * 4 + [{"m": 8}]
+    assert all(plan.encodes_for == "m" for plan in h.plans[1:5])
+
+
+def test_steps_that_only_encode_say_nothing_of_memory(harness: Any) -> None:
+    h = harness(pieces=200, token_budget=64, **CHUNKS)
+    h.add("t", 8, max_tokens=1)
+    assert h.plan()
+    h.no_memory(WorkerError("no memory").to_wire())
+    h.run()
+    limit = h.scheduler._builder.relief.limit
+    assert limit is not None
+    h.add("m", 8, max_tokens=1, media=(item(0),))
+    for _ in range(150):
+        assert h.step().num_tokens == {}
+    assert h.scheduler._builder.relief.limit == limit
+    h.run()
+
+
+def test_a_step_that_encodes_is_about_the_request_that_waits(harness: Any) -> None:
+    """Should the engine die in it, the request is to blame as much as those that it runs."""
+    h = harness(pieces=3, **CHUNKS)
+    h.add("t", 4, max_tokens=9)
+    h.step()
+    h.add("m", 8, max_tokens=1, media=(item(0),))
+    assert h.plan()
+    plan, _ = h.flights[0]
+    assert plan.concerns == {"t", "m"}
+    assert h.scheduler.runs(plan.concerns) == {"t": (4, 5), "m": (0, 1)}
+    h.run()
 
 
 @pytest.mark.parametrize("policy", ["scheduling.two_phase", "scheduling.static", "scheduling.priority"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -49,6 +50,13 @@ class Slow(MediaEncoder):
 
 def order(digest: str, seconds: float = 0.0, *, given: bool = True) -> EncodeOrder:
     return EncodeOrder(digest=digest, item=item(digest) if given else None, seconds=seconds)
+
+
+def done(encoders: Encoders, digest: str, *, given: bool = False, seconds: float = 0.0) -> bool:
+    """Goes on with it; whether the engine is told that nothing is left to do."""
+    encoders.take_news()
+    encoders.beforehand(order(digest, seconds, given=given))
+    return digest in encoders.take_news()[0]
 
 
 def load(encoders: Encoders, digest: str) -> torch.Tensor:
@@ -125,30 +133,101 @@ def test_a_failure_is_raised_where_it_is_waited_for_and_the_next_item_goes() -> 
     pieces.close()
 
 
-def test_time_is_kept_to() -> None:
-    encoder = Slow()
-    naps = iter([0.0, 0.05, 0.0, 0.05, 0.0, 0.05])
+def test_it_goes_on_for_as_long_as_it_may_and_stops_at_the_next_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("tokenbus.core.worker.pieces.time.perf_counter", lambda: now)
 
-    class Sleepy(Slow):
+    class Ticking(Slow):
         def encode(self, item: MediaItem) -> Encoded:
-            for nap in naps:
+            nonlocal now
+            for _ in range(LAYERS):
                 self.pause()
-                time.sleep(nap)
+                now += 1.0
                 self.layers += 1
             return Encoded(torch.zeros(item.rows, 4))
 
-    encoder = Sleepy()
+    encoder = Ticking()
     pieces = Pieces(encoder)
     pieces.begin(item("a"))
-    assert pieces.go_on(0.02) is None
-    assert encoder.layers == 2, "it goes on for as long as it may, and stops at the next pause"
+    assert pieces.go_on(2.5) is None
+    assert encoder.layers == 3
+    assert pieces.go_on(1.0) is None
+    assert encoder.layers == 4
     pieces.close()
+
+
+def test_an_item_that_nobody_goes_on_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its tensors, by the encoder's thread itself; whoever wants it again has it from the beginning."""
+    monkeypatch.setattr("tokenbus.core.worker.pieces.KEPT_SECONDS", 0.02)
+    unwound = threading.Event()
+
+    class Tidy(Slow):
+        def encode(self, item: MediaItem) -> Encoded:
+            try:
+                return super().encode(item)
+            finally:
+                unwound.set()
+
+    encoder = Tidy()
+    encoders = Encoders(encoder, 1 << 20)
+    encoders.beforehand(order("a"))
+    encoders.beforehand(order("a", given=False))
+    assert unwound.wait(10)
+    encoders.beforehand(order("a", given=False))
+    assert encoders.take_news() == (["a"], []), "nothing can be done beforehand: the item is gone"
+    monkeypatch.setattr("tokenbus.core.worker.pieces.KEPT_SECONDS", 60.0)
+    assert torch.equal(load(encoders, "a"), alone("a"))
+    for index in range(LAYERS + 1):
+        encoders.beforehand(order("bb", given=index == 0))
+    assert torch.equal(load(encoders, "bb"), alone("bb"))
+    encoders.close()
+
+
+def test_a_thread_that_cannot_be_had_is_the_steps_failure_and_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    encoders = Encoders(Slow(), 1 << 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        encoders.beforehand(order("a"))
+        assert encoders.take_news() == (["a"], [])
+        with pytest.raises(WorkerError, match="can't start new thread"):
+            load(encoders, "a")
+    assert torch.equal(load(encoders, "a"), alone("a"))
+    encoders.close()
+
+
+def test_the_thread_ends_with_its_encoder() -> None:
+    encoders = Encoders(Slow(), 1 << 20)
+    encoders.beforehand(order("a", seconds=60.0))
+    assert any(thread.name == "encoder" for thread in threading.enumerate())
+    del encoders
+    gc.collect()
+    assert all(thread.name != "encoder" for thread in threading.enumerate())
+
+
+def test_the_cpu_time_of_the_encoders_thread_is_counted() -> None:
+    class Spins(Slow):
+        def encode(self, item: MediaItem) -> Encoded:
+            until = time.thread_time() + 0.03
+            while time.thread_time() < until:
+                self.pause()
+            return Encoded(torch.zeros(item.rows, 4))
+
+    encoders = Encoders(Spins(), 1 << 20)
+    count = 0
+    while not done(encoders, "a", given=count == 0, seconds=0.005):
+        count += 1
+    assert encoders.take_cpu_seconds() > 0.02
+    assert encoders.take_cpu_seconds() == 0.0
+    encoders.close()
 
 
 def test_what_is_encoded_beforehand_is_found_by_the_step_that_needs_it() -> None:
     encoders = Encoders(Slow(), 1 << 20)
-    assert [encoders.beforehand(order("a", given=index == 0)) for index in range(LAYERS + 1)] == [False] * LAYERS + [True]
-    assert encoders.beforehand(order("a", given=False)), "it is there"
+    assert [done(encoders, "a", given=index == 0) for index in range(LAYERS + 1)] == [False] * LAYERS + [True]
+    assert done(encoders, "a"), "it is there"
     assert torch.equal(load(encoders, "a"), alone("a"))
     assert encoders.take_counts() == {ENCODED_ITEMS: 1, ENCODED_PIECES: LAYERS + 1}
     encoders.check_integrity()
@@ -159,7 +238,7 @@ def test_a_step_that_needs_an_unfinished_item_ends_it() -> None:
     encoder = Slow()
     encoders = Encoders(encoder, 1 << 20)
     for index in range(3):
-        assert not encoders.beforehand(order("a", given=index == 0))
+        assert not done(encoders, "a", given=index == 0)
     assert torch.equal(load(encoders, "a"), alone("a"))
     assert encoder.layers == LAYERS, "nothing was done twice"
     assert encoders.take_counts()[ENCODED_ITEMS] == 1
@@ -168,11 +247,11 @@ def test_a_step_that_needs_an_unfinished_item_ends_it() -> None:
 
 def test_another_item_in_between_does_no_harm() -> None:
     encoders = Encoders(Slow(), 1 << 20)
-    assert not encoders.beforehand(order("a"))
+    assert not done(encoders, "a", given=True)
     assert torch.equal(load(encoders, "bb"), alone("bb"))
-    assert not encoders.beforehand(order("a", given=False))
-    assert not encoders.beforehand(order("ccc")), "gives up a"
-    assert encoders.beforehand(order("a", given=False)), "unknown: nothing can be done beforehand"
+    assert not done(encoders, "a")
+    assert not done(encoders, "ccc", given=True), "gives up a"
+    assert done(encoders, "a"), "unknown: nothing can be done beforehand"
     assert torch.equal(load(encoders, "a"), alone("a"))
     encoders.close()
 
@@ -181,7 +260,7 @@ def test_a_failure_beforehand_is_the_steps() -> None:
     encoder = Slow()
     encoder.fails = "a"
     encoders = Encoders(encoder, 1 << 20)
-    assert [encoders.beforehand(order("a", given=index == 0)) for index in range(4)] == [False] * 3 + [True]
+    assert [done(encoders, "a", given=index == 0) for index in range(4)] == [False] * 3 + [True]
     encoder.layers = 0
     with pytest.raises((RequestError, WorkerError), match="can't be read"):
         load(encoders, "a")
@@ -191,11 +270,29 @@ def test_a_failure_beforehand_is_the_steps() -> None:
 def test_an_item_too_large_to_be_kept_is_encoded_once_all_the_same() -> None:
     encoder = Slow()
     encoders = Encoders(encoder, 8)
-    assert encoders.beforehand(order("a", seconds=60.0))
-    assert encoders.beforehand(order("a", given=False))
+    assert done(encoders, "a", given=True, seconds=60.0)
+    assert done(encoders, "a")
     assert torch.equal(load(encoders, "a"), alone("a"))
     assert encoder.layers == LAYERS
     assert torch.equal(load(encoders, "a"), alone("a"))
     assert encoder.layers == 2 * LAYERS, "it was kept for one use"
     encoders.check_integrity()
+    encoders.close()
+
+
+def test_the_engine_is_told_what_is_kept_and_what_no_longer() -> None:
+    rows = 3 * 4 * 4
+    encoders = Encoders(Slow(), 2 * rows)
+    for digest in ("a", "bb"):
+        load(encoders, digest)
+    assert encoders.take_news() == (["a", "bb"], [])
+    assert done(encoders, "a"), "now used last"
+    load(encoders, "ccc")
+    assert encoders.take_news() == (["ccc"], ["bb"])
+    encoders.clear()
+    assert encoders.take_news() == ([], ["a", "ccc"])
+    encoders.max_bytes = rows - 1
+    assert done(encoders, "a", given=True, seconds=60.0)
+    load(encoders, "a")
+    assert encoders.take_news() == ([], ["a"]), "it was kept for one use"
     encoders.close()
