@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .file import RecordingError, RecordingFile
 from .frames import Arrival, Configured, End, Header, Step
+from .media import Encoder, items_of
 from .step_time import Run
 
 
@@ -106,6 +107,7 @@ class _Reader:
         self.history = History(header, {}, [], [])
         self._computed: dict[int, int] = {}
         self._open: set[int] = set()
+        self._encoder = Encoder()
 
     def arrival(self, frame: Arrival) -> None:
         if frame.serial in self.history.lives:  # a later part begins with what is open
@@ -151,7 +153,12 @@ class _Reader:
             proposed, accepted = drafts.get(serial, (0, 0))
             known = life.arrival.prompt + life.outputs
             decode = before >= life.arrival.prompt and n - proposed == 1 and before == known - 1
-            runs.append(Run(before, n, proposed, serial in sampled, prompt=not decode))
+            media = 0
+            if life.arrival.spans and before < life.arrival.prompt:
+                media = self._encoder.tokens(items_of(life.arrival), before, n)
+            if frame.encoded == 0:  # they were known before the recording began
+                media = 0
+            runs.append(Run(before, n, proposed, serial in sampled, prompt=not decode, media=media))
             serials.append(serial)
             self._computed[serial] = before + n - proposed + accepted
             if serial in sampled:

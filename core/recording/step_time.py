@@ -3,7 +3,7 @@
 seconds = sum of coefficient * feature, all coefficients >= 0 (so nothing that was hardly seen becomes a gain), over
 
     the step itself, rows that decode, drafts, prompt tokens, prompt chunks, rows that are sampled,
-    K/V read, attention of prompt chunks (tokens times context),
+    K/V read, attention of prompt chunks (tokens times context), tokens of pictures and sounds that are encoded,
     rows beyond 4, 8, 16 ... 128 and rows up to as many (weights are what a small step waits for: the time for one more row changes)
 
 by least squares over relative errors, with what is far off weighing less (Huber). Between two steps passes `overhead`: what the engine does
@@ -30,6 +30,7 @@ BENDS = (4, 8, 16, 32, 64, 128)
 """Rows at which the time for one more may change."""
 FEATURES = (
     "step", "decodes", "drafts", "prompt tokens", "chunks", "sampled rows", "K/V read", "chunk attention",
+    "media tokens",
     *(f"rows beyond {bend}" for bend in BENDS), *(f"rows up to {bend}" for bend in BENDS),
 )  # fmt: skip
 ROUNDS = 8
@@ -49,6 +50,8 @@ class Run(NamedTuple):
     samples: bool
     prompt: bool
     """It runs prompt tokens, or recomputes."""
+    media: int = 0
+    """Tokens of the pictures and sounds that are encoded for it."""
 
 
 def features(runs: Sequence[Run]) -> list[float]:
@@ -66,6 +69,7 @@ def features(runs: Sequence[Run]) -> list[float]:
         sum(run.samples for run in runs) + drafts,
         sum(run.computed for run in runs),
         sum(run.n * (run.computed + run.n / 2) for run in chunks),
+        sum(run.media for run in runs),
         *(max(0, rows - bend) for bend in BENDS),
         *(min(rows, bend) for bend in BENDS),
     ]

@@ -16,8 +16,10 @@ from ...core.recording.file import SUFFIX, RecordingWriter
 from ...core.recording.frames import Arrival, Configured, End, Given, Header, Opened, Ordered, Step
 from ...core.recording.hashing import KeyedHash
 from ...core.recording.identity import layers, model_hash, version
+from ...core.recording.media import without_tensors
 from ...core.recording.tracker import WorkerTracker
 from . import notes
+from .media import MediaFrames
 from .notes import Ended, Joined, Note, Ran
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ log = structlog.get_logger(__name__)
 MIB = 1024 * 1024
 NAME = re.compile(rf"\d{{8}}T\d{{6}}Z-[0-9a-f]{{8}}-\d{{4,}}{re.escape(SUFFIX)}")
 """Files that may be deleted to make room."""
+ENCODED_ITEMS = "multimodal.encoded_items"
+"""The worker's counter."""
 
 
 class Parts:
@@ -52,6 +56,7 @@ class Parts:
         self._open: dict[str, Arrival] = {}
         self._media: dict[str, tuple[MediaItem, ...]] = {}
         """Of the open requests that have any."""
+        self._media_frames = MediaFrames(keep=settings.media)
         self._outputs: dict[str, int] = {}
         self._serials = 0
         self._file = self._new_file()
@@ -86,7 +91,10 @@ class Parts:
         self._file = self._new_file()
         for request_id, arrival in self._open.items():
             self._file.write(msgspec.structs.replace(arrival, known=self._outputs[request_id], again=True))
+        self._media_frames.new_part()
         if self._full and self._tracker.requests:
+            for media in self._media.values():
+                self._write_media(media)
             self._file.write(Opened(self._tracker.open_requests()))
         self._file.flush()
         self._limit = max(self._settings.max_file_mb * MIB, 2 * self._file.size)  # what is open may be much
@@ -133,12 +141,15 @@ class Parts:
             pinned=dict(admitted.pinned),
             again=note.worker is not None,
             spans=_spans(admitted.media),
+            media=self._hashes(admitted.media),
         )
         self._add(arrival, admitted.media)
         if note.worker is not None:
-            self._tracker.open(note.worker)
+            (worker,) = without_tensors([note.worker])
+            self._tracker.open(worker)
             if self._full:
-                self._file.write(Opened([note.worker]))
+                self._write_media(admitted.media)
+                self._file.write(Opened([worker]))
 
     def _unseen(self, request: WorkerRequest, at: float) -> Arrival:
         """A request that was on its way when the recorder was switched on: what the worker's order says of it."""
@@ -155,6 +166,7 @@ class Parts:
             fields=_numbers(request.fields),
             pinned=dict.fromkeys(request.pinned, True),
             spans=_spans(request.media),
+            media=self._hashes(request.media),
         )
 
     def _add(self, arrival: Arrival, media: tuple[MediaItem, ...]) -> Arrival:
@@ -164,6 +176,13 @@ class Parts:
         self._outputs[arrival.request_id] = arrival.known
         self._file.write(arrival)
         return arrival
+
+    def _hashes(self, media: Sequence[MediaItem]) -> bytes:
+        return b"".join(self._hash.of(b"media", item.digest.encode()) for item in media)
+
+    def _write_media(self, media: Sequence[MediaItem]) -> None:
+        for frame in self._media_frames.missing(media):
+            self._file.write(frame)
 
     def _serial(self) -> int:
         self._serials += 1
@@ -195,11 +214,15 @@ class Parts:
             running=plan.running,
             features=order.features,
             failed=result is None,
+            encoded=None if result is None else int(result.counters.get(ENCODED_ITEMS, 0)),
         )
         if order.features is not None:
             self._features = order.features
         self._file.write(step)
         if self._full:
+            for new in order.new:
+                self._write_media(new.media)
+            order = msgspec.structs.replace(order, new=without_tensors(order.new))
             self._file.write(Ordered(order))
             if result is not None:
                 self._file.write(Given(plan.step_id, result.sampled, sorted(result.errors)))
