@@ -39,6 +39,9 @@ class FrontContext:
     config: Config
     info: Callable[[], EngineInfo | None]
     """The running engine's description; None before it is ready."""
+    main: bool = True
+    """False: beside an engine that an experiment's arm has for its own. Pictures and sounds are processed before a request has an arm, so
+    never here."""
 
 
 @dataclass(frozen=True, slots=True)

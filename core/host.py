@@ -30,7 +30,7 @@ from .errors import (
     PluginLoadError,
     RequestError,
     UnavailableError,
-    plain_text,
+    shorten,
 )
 from .hook_answers import CHECKS
 from .plugin import ENTRY_POINT_GROUP, HOOK_API_VERSION, PROJECT, Plugin, PluginInfo, Role
@@ -47,6 +47,8 @@ ALL_ITS_REQUESTS = frozenset({"request_added", "match_prefix", "limit_chunk", "b
 
 MAY_BLOCK = frozenset({"prepare_fields", "prepare_media"})
 """Hooks that are called on a pool thread; they may also say that the client should come again."""
+MOST_REASON = 2000
+"""Characters of a plugin's exception that an error repeats: it may hold what a client sent."""
 
 KERNEL_SLOTS = ("attention", "quantization")
 SHARED_SLOTS = (*KERNEL_SLOTS, "scheduling")
@@ -80,7 +82,7 @@ class Impl:
             error.plugin, error.hook = self.plugin, self.hook
             raise
         except Exception as error:
-            raise self.failure(f"{type(error).__name__}: {plain_text(error)}") from error
+            raise self.failure(f"{type(error).__name__}: {shorten(error, MOST_REASON)}") from error
         raise self.failure(problem)
 
     def failure(self, reason: str) -> PluginError:

@@ -7,12 +7,16 @@ that an engine that is started anew is given them again; nobody asks the client 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 Kind = Literal["image", "audio"]
+ENCODED_ITEMS = "multimodal.encoded_items"
+"""Counter: items that the encoder has encoded to their end."""
+ENCODED_PIECES = "multimodal.encoded_pieces"
+"""Counter: steps that encoded an item, or part of one, before the step that ran its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,7 @@ class MediaPart:
     kind: Kind
     where: str
     """What errors call it: messages[0].content[2]"""
-    value: Any
+    value: Any = field(repr=False)
     """What stands there under the part's type: of a client whatever its JSON holds, unchecked."""
     own: bool = False
     """The caller is this process's own (offline use): `value` may be a picture, an array, bytes, or the path of a file."""
@@ -42,6 +46,8 @@ class PreparedMedia:
     """The token, as the tokenizer spells it, that stands in `text` once for each row of the encoder."""
     rows: int
     """How often it stands there."""
+    known: bool = False
+    """It was made before, for the same file, and found again."""
 
 
 class TensorBytes(msgspec.Struct, frozen=True):
@@ -51,6 +57,9 @@ class TensorBytes(msgspec.Struct, frozen=True):
     """As numpy and torch both call it: float32, int64, bool, ..."""
     shape: tuple[int, ...]
     data: bytes
+
+    def __repr__(self) -> str:  # in a log or an error message nobody wants megabytes
+        return f"TensorBytes({self.dtype}, {self.shape})"
 
 
 class MediaItem(msgspec.Struct, frozen=True, kw_only=True):

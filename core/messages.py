@@ -273,6 +273,8 @@ class WatchedStep(msgspec.Struct, frozen=True, kw_only=True):
     phases: dict[str, float]
     bytes_moved: int
     flops: int
+    media_tokens: int = 0
+    """Of the pictures and sounds that begin in it, all in all."""
 
 
 class WatchedRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

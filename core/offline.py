@@ -191,7 +191,7 @@ class LLM:
     def _chat_prompt(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Prompt:
         encode = partial(self._service.encode_chat, messages, ChatOptions(**options), own=True)
         made = self._portal.call(encode)
-        return Prompt(made.token_ids, media=made.media)
+        return Prompt(made.token_ids, media=made.media, media_seconds=made.media_seconds)
 
     def stream(self, prompt: PromptLike, params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of one answer's text as they come. Leaving the iteration cancels the request."""
@@ -293,7 +293,7 @@ class LLM:
             own_features=True,
             group=new_id("gen"),
             arrival=arrival,
-            tokenize_seconds=time.perf_counter() - before,
+            tokenize_seconds=max(0.0, time.perf_counter() - before - parsed_prompt.media_seconds),
         )
         generation = await self._service.start(parsed)
         answers = [Completion(index=choice.index, token_ids=[]) for choice in generation.choices]

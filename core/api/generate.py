@@ -11,7 +11,7 @@ from aiohttp import web
 
 from ..errors import FeatureOffError, FieldError, RequestError, ServerFault, TokenbusError, shorten
 from ..front.admission import ParsedRequest, Prompt, check_counts, new_id
-from ..front.chat import ChatOptions
+from ..front.chat import ChatOptions, ChatPrompt
 from ..front.generation import Choice, Delta, Generation
 from ..front.service import Service
 from ..front.tools import check_tools
@@ -50,7 +50,7 @@ async def chat(call: Call) -> web.StreamResponse:
     tools = _tools(data, service)
     messages = body.messages if body.messages is not None else []
     prompt = await service.encode_chat(messages, chat_options(body, tools), seconds=body.timeout)
-    parsed = _common(call, body, "chat", [Prompt(prompt.token_ids, media=prompt.media)], arrival)
+    parsed = _common(call, body, "chat", [_prompt_of(prompt)], arrival)
     parsed.max_tokens, parsed.tools = _chat_max_tokens(body), tools
     parsed.tokenize_seconds, parsed.template_seconds = prompt.tokenize_seconds, prompt.template_seconds
     top = _chat_logprobs(body)
@@ -68,6 +68,10 @@ async def chat(call: Call) -> web.StreamResponse:
         raise
     except RequestError as error:
         raise _as_sent(error, names) from None
+
+
+def _prompt_of(prompt: ChatPrompt) -> Prompt:
+    return Prompt(prompt.token_ids, media=prompt.media, media_seconds=prompt.media_seconds)
 
 
 def _as_sent(error: RequestError, names: dict[str, str]) -> RequestError:

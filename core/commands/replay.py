@@ -11,7 +11,7 @@ from ..config import Config
 from ..host import make_host
 from ..logs import configure_logs
 from ..recording.file import RecordingFile
-from ..recording.replay import Replay, check_before, check_loaded, replay_config
+from ..recording.replay import Replay, check_before, check_loaded, left_out, replay_config
 from ..settings_cli import given
 
 DIFFERS = 3
@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     done = Replay(file, runner).run()
     for notice in file.notices:
         print(f"tokenbus: {notice}", file=sys.stderr)
+    if done.left_out:
+        print(f"tokenbus: {left_out(done)}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"same": done.difference is None, "lossless": header.lossless, **asdict(done)}, indent=2, default=str))
     else:

@@ -27,7 +27,8 @@ def _run(arguments: argparse.Namespace, stand: Stand) -> int:
             f"each request beside its plain run (alone, prompt whole, nothing cached, one thread)\n\n{_line('', 'sampling', '')}"
         )
     cells: list[Cell] = []
-    for cell in SelfTest(stand).run():
+    test = SelfTest(stand)
+    for cell in test.run():
         cells.append(cell)
         if not arguments.json:
             verdict = "same" if cell.same else "DIFFERS"
@@ -36,16 +37,21 @@ def _run(arguments: argparse.Namespace, stand: Stand) -> int:
     if arguments.json:
         report = {
             "model": info.model, "dtype": info.dtype, "lossless": info.lossless, "lossless_reason": info.lossless_reason,
-            "features": list(stand.names), "cells": [cell.as_dict() for cell in cells],
+            "features": list(stand.names), "media": {"kinds": test.media.kinds, "problem": test.media.problem},
+            "cells": [cell.as_dict() for cell in cells],
         }  # fmt: skip
         print(json.dumps(report, indent=2))
     else:
         same = sum(cell.same for cell in cells)
         print(f"\n{same} of {len(cells)} the same, ids and logprobs, bit by bit")
+        if test.media.kinds:
+            print(f"with prompts that have media: {', '.join(test.media.kinds)}")
     for cell in failed:
         problem = cell.difference or f"did not happen: {', '.join(cell.missing)}"
         print(f"tokenbus: {cell.way}, {cell.kind}: {problem}", file=sys.stderr)
-    return 1 if failed else 0
+    if test.media.problem:
+        print(f"tokenbus: the model reads media, and no prompt with any could be made: {test.media.problem}", file=sys.stderr)
+    return 1 if failed or test.media.problem else 0
 
 
 def _shown(cell: Cell) -> str:
@@ -53,4 +59,4 @@ def _shown(cell: Cell) -> str:
 
 
 def _line(way: str, kind: str, verdict: str, fired: str = "") -> str:
-    return f"{way:<24} {kind:<12} {verdict:<8} {fired}".rstrip()
+    return f"{way:<34} {kind:<12} {verdict:<8} {fired}".rstrip()

@@ -143,6 +143,7 @@ class StepWatch:
                 phases=result.phases,
                 bytes_moved=result.bytes_moved,
                 flops=result.flops,
+                media_tokens=plan.num_media_tokens,
             )
         )
 

@@ -18,6 +18,7 @@ from .. import live_settings
 from ..config import Config
 from ..device import device_kind
 from ..errors import ConfigError, TokenbusError
+from ..front.media import FIELD as MEDIA
 from ..host import PluginHost
 from ..kv.sizing import CPU_FRACTION, MIB, free_memory
 from ..worker.threads import available_cores, cores_in_order, format_cores, parse_cores
@@ -48,6 +49,11 @@ def check_settings(name: str, arm: str, settings: Mapping[str, Any], config: Con
             takes = ", ".join(sorted(START))
             raise ConfigError(
                 f"{where}: {setting!r} can't differ between engines behind one front. Those that can: {takes}, scheduler.* and plugins.*"
+            )
+        if setting.startswith("plugins.") and setting.removeprefix("plugins.").rpartition(".")[0] in host.claimers(MEDIA):
+            raise ConfigError(
+                f"{where}: {setting!r} can't differ between engines behind one front: pictures and sounds are processed before a request "
+                "has an arm. Set it for the whole server"
             )
 
 

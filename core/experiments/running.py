@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConflictError, TokenbusError, status_of
 from ..front.admission import ParsedRequest
 from ..front.events import RequestRecord
+from ..front.media import FIELD as MEDIA
 from ..host import PluginHost
 from ..params import asks_for_nothing
 from .assign import arm_of, slice_arm, slice_at, takes_part, unit_of
@@ -210,6 +211,8 @@ class Experiment:
         if self._claims and any(
             name in self._claims and not asks_for_nothing(name, value) for name, value in parsed.fields.items()
         ):
+            return "claims"
+        if MEDIA in self._claims and any(prompt.media for prompt in parsed.prompts):
             return "claims"
         if any(stands(name) != wish for name, wish in self.plan.everybodys(given).items()) and not washout:
             return "failed"

@@ -51,6 +51,8 @@ class Prompt(msgspec.Struct):
     """As the client wrote it; None when it sent ids, or messages."""
     media: tuple[MediaItem, ...] = ()
     """What its placeholders stand for, in order."""
+    media_seconds: float = 0.0
+    """Until that was fetched and processed."""
 
 
 class ParsedRequest(msgspec.Struct, kw_only=True):

@@ -43,6 +43,8 @@ class ChatPrompt:
     tokenize_seconds: float
     media: tuple[MediaItem, ...] = ()
     """Where it has placeholders, and for what."""
+    media_seconds: float = 0.0
+    """Until what stands there was fetched and processed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,10 @@ class EngineClient:
         *,
         command: Sequence[str] = ENGINE,
         fixed: str = "",
+        main: bool = True,
     ) -> None:
         """host: role "front". switches: what is on at start. command: what starts an engine process. fixed: why switches and settings can't
-        change live, if they can't."""
+        change live, if they can't. main: it is the server's, not only an arm's."""
         self.config = config
         self.bus = bus
         self.host = host
@@ -99,7 +100,7 @@ class EngineClient:
             config, self, outbox_size=2 * max(self.capacity, MOST_OPEN) + SPARE_MESSAGES, command=command
         )
         self._recovery = Recovery(self.journal, host, self._supervisor.post)
-        context = FrontContext(bus=bus, config=config, info=lambda: self.info)
+        context = FrontContext(bus=bus, config=config, info=lambda: self.info, main=main)
         self._switches = FrontSwitches(switches, host, context, self.journal, self._recovery, bus)
         self._failed_starts = 0
         """Deaths in a row of engines that were not ready yet."""

@@ -44,12 +44,35 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Drafts among them that were accepted."""
     resumptions: int = 0
     """Engines that died while they had it."""
+    media: int = 0
+    """Pictures and sounds in its prompt."""
+    media_tokens: int = 0
+    """Prompt tokens that stand for them."""
+    media_bytes: int = 0
+    """Of their tensors, which the front keeps while it is open."""
+    media_seconds: float = 0.0
+    """Until they were fetched, decoded and processed."""
 
 
 class RequestAdmitted(msgspec.Struct, frozen=True):
     """A choice was handed to the engine; exactly one RequestRecord follows."""
 
     request_id: str
+    media_bytes: int = 0
+    """As in the record."""
+
+
+class MediaPrepared(msgspec.Struct, frozen=True, kw_only=True):
+    """The pictures and sounds of an API request became tensors and placeholders. Those that could not be are in RequestRefused."""
+
+    items: dict[str, int]
+    """How many by kind: image, audio."""
+    known: dict[str, int]
+    """Those of them that had been made before and were found again."""
+    tokens: int
+    """Placeholders, all in all."""
+    seconds: float
+    """Wall time, waiting for a turn included."""
 
 
 class RequestRefused(msgspec.Struct, frozen=True):

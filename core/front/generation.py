@@ -292,7 +292,7 @@ class Generation:
 
     def _record(self, choice: Choice, now: float) -> RequestRecord:
         parsed, finish = self.admission.parsed, choice.finish
-        reason, error_kind = choice.finish_reason or self._end_reason(), ""
+        reason, error_kind, media = choice.finish_reason or self._end_reason(), "", choice.request.media
         if reason == "error":
             error_kind = type(self._error).__name__ if self._error is not None else ""
         return RequestRecord(
@@ -316,6 +316,10 @@ class Generation:
             draft_tokens=finish.draft_tokens if finish else 0,
             accepted_tokens=finish.accepted_tokens if finish else 0,
             resumptions=choice.stream.resumptions,
+            media=len(media),
+            media_tokens=sum(item.length for item in media),
+            media_bytes=sum(item.size for item in media),
+            media_seconds=sum(prompt.media_seconds for prompt in parsed.prompts),
         )
 
     def _end_reason(self) -> str:
@@ -337,6 +341,10 @@ class Generation:
         }
         if len(self.choices) > 1:
             entry["choices"] = len(self.choices)
+        if media := [item for prompt in parsed.prompts for item in prompt.media]:
+            entry["media"] = len(media)
+            entry["media_tokens"] = sum(item.length for item in media)
+            entry["media_seconds"] = round(sum(prompt.media_seconds for prompt in parsed.prompts), 4)
         if resumed := max((choice.stream.resumptions for choice in self.choices), default=0):
             entry["resumed"] = resumed
         if self._error is not None:

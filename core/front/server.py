@@ -135,14 +135,15 @@ def _engines(config: Config) -> _Engines:
         return _Engines(EngineClient(config, Bus(), host, switches), {})
     fixed = f"switches and settings are those of experiment {name!r}, whose arms have engines of their own: restart with others"
     made: dict[str, EngineClient] = {}
+    control = config.experiments[name].control_arm
     for arm, of_arm in engine_configs(name, config, host).items():
         host = make_host("front", of_arm)
         try:
             switches = host.start_switches(of_arm.features.enable, of_arm.features.disable)
         except ConfigError as error:
             raise ConfigError(f"experiments.{name}.arms.{arm}.features: {error.message}") from None
-        made[arm] = EngineClient(of_arm, Bus(), host, switches, fixed=fixed)
-    return _Engines(made[config.experiments[name].control_arm], made)
+        made[arm] = EngineClient(of_arm, Bus(), host, switches, fixed=fixed, main=arm == control)
+    return _Engines(made[control], made)
 
 
 @asynccontextmanager

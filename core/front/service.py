@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from .admission import Admission, Admitter, ParsedRequest, Prompt
 from .audit import AuditTrail
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, check_messages, load_template
 from .client import EngineClient
-from .events import RequestAdmitted
+from .events import MediaPrepared, RequestAdmitted
 from .feed import Feed
 from .generation import Generation
 from .media import MediaIntake, expand, media_of, place, text_chars
@@ -138,10 +139,12 @@ class Service:
         self._check_chars(text_chars(checked), "messages")
         if not (parts := media_of(checked)):
             return await self.template.encode(checked, options)
-        prepared = await self._prepare_media(parts, seconds)
-        return await self.template.encode(checked, options, prepared)
+        prepared, took = await self._prepare_media(parts, seconds)
+        return replace(await self.template.encode(checked, options, prepared), media_seconds=took)
 
-    async def _prepare_media(self, parts: Sequence[MediaPart], seconds: float | None) -> list[PreparedMedia]:
+    async def _prepare_media(self, parts: Sequence[MediaPart], seconds: float | None) -> tuple[list[PreparedMedia], float]:
+        """And the seconds that it took."""
+        began = time.perf_counter()
         most = self.client.settings.config.scheduler.request_timeout
         prepared = await self._media.prepare(parts, min(seconds, most) if seconds and seconds > 0 else most)
         rows, limit = sum(one.rows for one in prepared), self.info.max_model_len
@@ -150,14 +153,18 @@ class Service:
                 f"the pictures and sounds take {rows} tokens; the limit is {limit} tokens for prompt and answer together",
                 param="messages",
             )
-        return prepared
+        took = time.perf_counter() - began
+        kinds = Counter(one.item.kind for one in prepared)
+        known = Counter(one.item.kind for one in prepared if one.known)
+        self.bus.publish(MediaPrepared(items=dict(kinds), known=dict(known), tokens=rows, seconds=took))
+        return prepared, took
 
     async def encode_with_media(self, text: str, parts: Sequence[MediaPart]) -> Prompt:
         """A text in which the model's own marker stands for each of `parts`, in order by kind. Raises what `encode_chat` raises."""
         self._check_chars(len(text), "prompt")
-        prepared = await self._prepare_media(parts, None)
+        prepared, took = await self._prepare_media(parts, None)
         ids = await self.tokenizer.encode(expand(text, prepared, "prompt"))
-        return Prompt(ids, text, place(ids, prepared, self.tokenizer.token_id))
+        return Prompt(ids, text, place(ids, prepared, self.tokenizer.token_id), took)
 
     async def start(self, parsed: ParsedRequest) -> Generation:
         """Admit a request and hand it to the engine. Raises what `Admitter.admit`, `PreparePool.run`, `make_readers` and
@@ -178,7 +185,7 @@ class Service:
         if admission.decision.arm_refused is not None and self.experiments is not None:
             self.experiments.not_given(parsed.group)
         for request in admission.requests:
-            self.bus.publish(RequestAdmitted(request.request_id))
+            self.bus.publish(RequestAdmitted(request.request_id, sum(item.size for item in request.media)))
         return Generation(admission, streams, self.tokenizer, self.bus, readers)
 
     def _not_admitted(self, parsed: ParsedRequest, error: BaseException) -> None:

@@ -1,7 +1,8 @@
 """What a recording consists of. Times are seconds since the recording began (`Header.created`); requests go by a serial number.
 
     shape   Header, then Arrival, Step, End, Configured         lengths, times, plans, keyed hashes; no token id, no text
-    full    the same, and Opened, Ordered, Given beside them    everything that a worker needs to run the same steps again
+    full    the same, and Opened, Ordered, Given beside them    everything that a worker needs to run the same steps again, but for
+                                                                pictures and sounds: those in Media frames, if it was asked for
 
 Frames other than the header are arrays on the wire, told apart by their first element; new fields are added at the end, with defaults.
 """
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..config import PositiveInt
+from ..media import TensorBytes
 from ..plan import StepInput, WorkerRequest
 
 FORMAT = 1
@@ -85,6 +87,8 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, tag=1):
     again: bool = False
     spans: list[tuple[int, int, bool]] = []
     """Of pictures and sounds in the prompt: (first token, tokens, attends in both directions)."""
+    media: bytes = b""
+    """Keyed hashes of their contents, HASH_BYTES for each of `spans`."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -112,6 +116,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The switches from this step on, when they changed."""
     failed: bool = False
     """The step failed as a whole."""
+    encoded: int | None = None
+    """Pictures and sounds that were encoded to their end in it; None: not known."""
+    encode_us: int | None = None
+    """Microseconds of it that went into encoding, also of items whose tokens run later; None: not known."""
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -131,13 +139,14 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """full: what the worker knows when the part begins. `num_computed` tokens have their K/V in the blocks."""
+    """full: what the worker knows when the part begins. `num_computed` tokens have their K/V in the blocks. Media as in Ordered."""
 
     requests: list[WorkerRequest]
 
 
 class Ordered(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """full: the worker's order for a step; its Given follows unless the step failed as a whole."""
+    """full: the worker's order for a step; its Given follows unless the step failed as a whole. Media of its requests are without their
+    tensors, and nothing is encoded before the step that needs it: that changes no result."""
 
     order: StepInput
 
@@ -158,4 +167,11 @@ class Configured(msgspec.Struct, frozen=True, array_like=True, tag=7):
     values: dict[str, Any]
 
 
-Frame = Arrival | Step | End | Opened | Ordered | Given | Configured
+class Media(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """full, where it was asked for: what a picture or sound became, before the part's first frame that has its digest."""
+
+    digest: str
+    tensors: dict[str, TensorBytes]
+
+
+Frame = Arrival | Step | End | Opened | Ordered | Given | Configured | Media

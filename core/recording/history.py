@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .file import RecordingError, RecordingFile
 from .frames import Arrival, Configured, End, Header, Step
+from .media import Encoder, items_of
 from .step_time import Run
 
 
@@ -106,6 +107,9 @@ class _Reader:
         self.history = History(header, {}, [], [])
         self._computed: dict[int, int] = {}
         self._open: set[int] = set()
+        self._encoder = Encoder()
+        self._encoded = 0
+        """Items that were encoded, and whose tokens have not run."""
 
     def arrival(self, frame: Arrival) -> None:
         if frame.serial in self.history.lives:  # a later part begins with what is open
@@ -142,6 +146,7 @@ class _Reader:
         drafts = {serial: (proposed, accepted) for serial, proposed, accepted in frame.drafts}
         sampled = set(frame.sampled)
         runs, serials = [], []
+        self._encoded += frame.encoded or 0
         done = frame.at + frame.seconds
         for serial, n in zip(frame.runs[::2], frame.runs[1::2], strict=False):
             life = lives.get(serial)
@@ -151,7 +156,13 @@ class _Reader:
             proposed, accepted = drafts.get(serial, (0, 0))
             known = life.arrival.prompt + life.outputs
             decode = before >= life.arrival.prompt and n - proposed == 1 and before == known - 1
-            runs.append(Run(before, n, proposed, serial in sampled, prompt=not decode))
+            media = 0
+            if life.arrival.spans and before < life.arrival.prompt:
+                for length in self._encoder.lengths(items_of(life.arrival), before, n):
+                    if frame.encoded is None or self._encoded > 0:  # else it was known before the recording began
+                        media += length
+                        self._encoded -= 1
+            runs.append(Run(before, n, proposed, serial in sampled, prompt=not decode, media=media))
             serials.append(serial)
             self._computed[serial] = before + n - proposed + accepted
             if serial in sampled:

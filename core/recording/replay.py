@@ -2,12 +2,13 @@
 
 The worker gets the recorded orders as they were: the same tokens, blocks, drafts, seeds and switches, so nothing is decided anew. K/V that
 was there before the recording began (open requests, cached prefixes) is computed first: by the determinism contract it comes out the same.
+Requests with pictures or sounds that are not in the recording are left out, and told: by the same contract nobody else misses them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,13 +19,18 @@ from ..host import make_host
 from ..models.resolve import resolve
 from ..plan import StepInput, StepResult, WorkerRequest
 from .file import RecordingError, RecordingFile
-from .frames import Given, Header, Opened, Ordered
+from .frames import Given, Header, Media, Opened, Ordered
 from .identity import layers, model_hash
+from .media import MediaStore
 from .tracker import WorkerTracker
 
 if TYPE_CHECKING:
     from ..worker.base import WorkerInfo
     from ..worker.runner import ModelRunner
+
+
+NAMED = 5
+"""Requests that a notice names."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Replayed:
     """Tokens run to have K/V that was there before the recording."""
     failed: int = 0
     """Steps that failed as a whole when they were recorded: not run."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Requests that were not run, and how many pictures and sounds each has, as these are not in the recording."""
     difference: Difference | None = None
 
 
@@ -100,20 +108,24 @@ class Replay:
         self._file = file
         self._runner = runner
         self._tracker = WorkerTracker(file.header.block_size)
+        self._media = MediaStore()
         self._warming = 0
         self.done = Replayed()
 
     def run(self, tell: Callable[[int], None] = lambda _: None) -> Replayed:
-        """Up to the first difference, or the end. tell: called with each step's id. Raises RecordingError, OSError."""
+        """Up to the first difference, or the end. tell: called with each step's id. Raises RecordingError, also when all that ran needs
+        media that are not in the recording; OSError."""
         order: StepInput | None = None
         for frame in self._file:
             match frame:
+                case Media():
+                    self._media.add(frame)
                 case Opened():
-                    self._open(frame.requests)
+                    self._open(self._known(frame.requests))
                 case Ordered():
                     if order is not None:
                         self._failed(order)
-                    order = frame.order
+                    order = self._playable(frame.order)
                 case Given():
                     if order is None or order.step_id != frame.step_id:
                         raise RecordingError(f"the result of step {frame.step_id} has no order")
@@ -124,7 +136,35 @@ class Replay:
                         break
                 case _:
                     pass
+        if self.done.left_out and not self.done.steps:
+            raise RecordingError("nothing can be replayed: " + left_out(self.done))
         return self.done
+
+    def _known(self, requests: list[WorkerRequest]) -> list[WorkerRequest]:
+        """Those that can be run, with their media. What the others would have written counts as not written."""
+        kept = []
+        for request in requests:
+            if (filled := self._media.filled(request)) is not None:
+                kept.append(filled)
+            else:
+                self.done.left_out[request.request_id] = len(request.media)
+                self._tracker.written.difference_update(request.blocks[request.num_computed // self._tracker.block_size :])
+        return kept
+
+    def _playable(self, order: StepInput) -> StepInput:
+        """The order without requests that are left out."""
+        new, out = self._known(order.new), self.done.left_out
+        if not out:
+            return msgspec.structs.replace(order, new=new)
+        for request_id in out.keys() & order.new_blocks.keys():
+            self._tracker.written.difference_update(order.new_blocks[request_id])
+
+        def kept(of: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in of.items() if name not in out}
+
+        return msgspec.structs.replace(
+            order, new=new, num_tokens=kept(order.num_tokens), drafts=kept(order.drafts), new_blocks=kept(order.new_blocks)
+        )
 
     def _step(self, order: StepInput, given: Given) -> None:
         try:
@@ -136,7 +176,7 @@ class Replay:
             )
             return
         self._tracker.given(order, given.sampled)
-        self.done.steps += 1
+        self.done.steps += bool(order.num_tokens)
         self.done.tokens += sum(map(len, result.sampled.values()))
         self.done.difference = compare(order, given, result)
 
@@ -182,6 +222,16 @@ class Replay:
             self._runner.run(StepInput(step_id=0, num_tokens={}, dropped=[name]))
             self._tracker.written.update(blocks)
             self.done.warmed += request.num_computed
+
+
+def left_out(done: Replayed) -> str:
+    """Names the requests that were not run, and says why, and what to do."""
+    names = [f"{name} ({count})" for name, count in done.left_out.items()]
+    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return (
+        f"the pictures and sounds of {len(names)} requests are not in the recording, so these were not run again: {shown}. Record with "
+        "--plugin-setting recorder.media=true to have them replayed"
+    )
 
 
 def compare(order: StepInput, given: Given, result: StepResult) -> Difference | None:

@@ -25,6 +25,7 @@ from ..plugin import Plugin
 from ..scheduling.scheduler import Scheduler
 from .file import RecordingError
 from .history import History, shown
+from .media import Encoder
 from .step_time import Run, StepTimes
 from .stories import STOP, UNIQUE, Story, make_logits_plugin, make_plugin
 from .what_if import Questions, WhatIf
@@ -117,6 +118,7 @@ class Simulation:
             on_plugin_failure=lambda _, error: _fail(error),
         )
         self._seen: dict[str, Served] = {}
+        self._encoder = Encoder()
         arrivals = sorted(self._stories.items(), key=lambda item: (item[1].life.arrival.at, item[1].life.arrival.serial))
         self._arrivals = deque((story.life.arrival.at, name) for name, story in arrivals)
         given_up = ((story.given_up, name) for name, story in self._stories.items())
@@ -232,7 +234,8 @@ class Simulation:
             known = len(request.tokens)
             samples = request.computed + n - len(drafts) == known
             decodes = request.computed >= request.num_prompt and n - len(drafts) == 1 and request.computed == known - 1
-            runs.append(Run(request.computed, n, len(drafts), samples, prompt=not decodes))
+            media = self._encoder.tokens(request.admitted.media, request.computed, n)
+            runs.append(Run(request.computed, n, len(drafts), samples, prompt=not decodes, media=media))
             if samples:
                 true = self._stories[name].after(request.num_output, len(drafts) + 1)
                 right = next((i for i, draft in enumerate(drafts) if draft != true[i]), len(drafts))

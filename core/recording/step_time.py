@@ -3,7 +3,8 @@
 seconds = sum of coefficient * feature, all coefficients >= 0 (so nothing that was hardly seen becomes a gain), over
 
     the step itself, rows that decode, drafts, prompt tokens, prompt chunks, rows that are sampled,
-    K/V read, attention of prompt chunks (tokens times context),
+    K/V read, attention of prompt chunks (tokens times context), tokens of pictures and sounds that are encoded (their time is taken as it
+    was recorded, where it was: it may have been spent in other steps than the one that runs them),
     rows beyond 4, 8, 16 ... 128 and rows up to as many (weights are what a small step waits for: the time for one more row changes)
 
 by least squares over relative errors, with what is far off weighing less (Huber). Between two steps passes `overhead`: what the engine does
@@ -30,10 +31,12 @@ BENDS = (4, 8, 16, 32, 64, 128)
 """Rows at which the time for one more may change."""
 FEATURES = (
     "step", "decodes", "drafts", "prompt tokens", "chunks", "sampled rows", "K/V read", "chunk attention",
+    "media tokens",
     *(f"rows beyond {bend}" for bend in BENDS), *(f"rows up to {bend}" for bend in BENDS),
 )  # fmt: skip
 ROUNDS = 8
 """Of reweighting."""
+MEDIA = FEATURES.index("media tokens")
 HUBER = 1.5
 """Times the typical error beyond which a step weighs less."""
 
@@ -49,6 +52,16 @@ class Run(NamedTuple):
     samples: bool
     prompt: bool
     """It runs prompt tokens, or recomputes."""
+    media: int = 0
+    """Tokens of the pictures and sounds that are encoded for it."""
+
+
+def _encoding(steps: Sequence[StepRecord]) -> float | None:
+    """Seconds for each token of a picture or sound, over all that was encoded; None where it was not recorded how long that took."""
+    if any(one.step.encode_us is None for one in steps):
+        return None
+    tokens = sum(run.media for one in steps for run in one.runs)
+    return sum(1e-6 * (one.step.encode_us or 0) for one in steps) / tokens if tokens else 0.0
 
 
 def features(runs: Sequence[Run]) -> list[float]:
@@ -66,6 +79,7 @@ def features(runs: Sequence[Run]) -> list[float]:
         sum(run.samples for run in runs) + drafts,
         sum(run.computed for run in runs),
         sum(run.n * (run.computed + run.n / 2) for run in chunks),
+        sum(run.media for run in runs),
         *(max(0, rows - bend) for bend in BENDS),
         *(min(rows, bend) for bend in BENDS),
     ]
@@ -86,11 +100,19 @@ class StepTimes:
     def __init__(self, steps: Sequence[StepRecord]) -> None:
         import numpy as np
 
+        per_media_token = _encoding(steps)
+        steps = [one for one in steps if one.runs]  # the others only encoded
         if not steps:
             raise ValueError("no step was recorded")
         table = np.array([features(one.runs) for one in steps])
-        seconds = np.array([max(one.step.seconds, 1e-7) for one in steps])
+        seconds = np.array([one.step.seconds for one in steps])
+        if per_media_token is not None:
+            table[:, MEDIA] = 0.0
+            seconds -= np.array([1e-6 * (one.step.encode_us or 0) for one in steps])
+        seconds = np.maximum(seconds, 1e-7)
         self._coefficients = fit(table, seconds)
+        if per_media_token is not None:
+            self._coefficients[MEDIA] = per_media_token
         fitted = np.maximum(table @ self._coefficients, 1e-7)
         self.least = float(seconds.min())
         errors = np.abs(fitted - seconds) / seconds

@@ -10,11 +10,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import Any
 
-from ..media import MediaItem
 from ..plugin import Plugin, PluginInfo, hookimpl
 from ..request import AdmittedRequest, Request, Resumed
 from .frames import HASH_BYTES
 from .history import Life
+from .media import items_of
 
 STOP = 0
 """The one id that ends a request."""
@@ -68,10 +68,7 @@ class Story:
         return AdmittedRequest(
             request_id=str(arrival.serial),
             prompt=self.prompt,
-            media=tuple(
-                MediaItem(kind="image", digest="", start=start, length=length, bidirectional=bidirectional)
-                for start, length, bidirectional in arrival.spans
-            ),
+            media=items_of(arrival),
             max_tokens=arrival.max_tokens,
             fields=fields,
             features=tuple(sorted(features)),

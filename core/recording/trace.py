@@ -47,7 +47,8 @@ class _Row:
         if run.prompt or run.drafts:
             self.close_decoding()
         if run.prompt:
-            self.span("prefill", begin, end, tokens=run.n, computed=run.computed, step=step.step.step_id)
+            media = {"media_tokens": run.media} if run.media else {}
+            self.span("prefill", begin, end, tokens=run.n, computed=run.computed, step=step.step.step_id, **media)
         elif run.drafts:
             accepted = next(a for serial, _, a in step.step.drafts if serial == self._life.arrival.serial)
             self.span("verify", begin, end, proposed=run.drafts, accepted=accepted, step=step.step.step_id)
@@ -91,6 +92,7 @@ def trace(history: History) -> dict[str, Any]:
             "prompt_tokens": sum(run.n for run in one.runs if run.prompt),
             "drafts": sum(run.drafts for run in one.runs),
             "budget": step.budget,
+            **({"encoded": step.encoded} if step.encoded else {}),
         }
         events.append(_span(ENGINE, 1, f"step {step.step_id}", step.at, step.at + step.seconds, arguments))
         for name, value in (("running", step.running), ("waiting", step.waiting), ("free blocks", step.free_blocks)):

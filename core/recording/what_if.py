@@ -1,6 +1,7 @@
 """`--set`: which questions a recording can answer, and the configuration that asks them.
 
-    token_budget=512  max_running=16  max_drafts=4  num_blocks=400  kv_memory_mb=64  block_size=32 (a multiple of the recorded one)
+    token_budget=512  max_running=16  max_drafts=4  encoder_budget=4096  num_blocks=400  kv_memory_mb=64
+    block_size=32      a multiple of the recorded one
     PLUGIN=on|off      plugins that decide who runs when: chunked_prefill, prefix_cache, scheduling.*; proposers of drafts: off only
     PLUGIN.NAME=VALUE  their settings
 
@@ -26,7 +27,10 @@ from .stories import DRAFTS, LOGITS
 
 DECIDING = ("scheduling_policy", "limit_chunk", "match_prefix", "blocks_filled")
 """Hooks that decide who runs when: plugins that implement one of them run in the simulation as they do in the engine."""
-ANSWERED = {"scheduler": ("token_budget", "max_running", "max_drafts"), "cache": ("num_blocks", "kv_memory_mb", "block_size")}
+ANSWERED = {
+    "scheduler": ("token_budget", "max_running", "max_drafts", "encoder_budget"),
+    "cache": ("num_blocks", "kv_memory_mb", "block_size"),
+}
 REFUSED = {
     "model": "it changes what a step takes, of which the recording says nothing",
     "cache": "it depends on the machine's free memory: set num_blocks or kv_memory_mb",

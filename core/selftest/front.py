@@ -8,14 +8,16 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from ..bus import Bus
 from ..config import Config
-from ..contexts import AdmissionContext, OutputContext
-from ..errors import ModelError
+from ..contexts import AdmissionContext, FrontContext, OutputContext
+from ..errors import ModelError, RequestError
 from ..front.detokenizer import Detokenizer, make_detokenizer
+from ..front.media import FIELD as MEDIA
 from ..front.tokenizer import Tokenizer, load_tokenizer
 from ..hooks import TextFilter
 from ..host import HookTable, PluginHost
-from ..media import MediaItem
+from ..media import MediaItem, MediaPart, PreparedMedia
 from ..models.resolve import resolve
 from ..request import AdmittedRequest
 from ..worker.base import WorkerInfo
@@ -57,6 +59,8 @@ class Front:
         self.host.load(frozenset(names))
         self._config, self._info, self._max_model_len = config, info, max_model_len
         self._serial = 0
+        self._started: set[str] = set()
+        """Plugins that were told so, as only some need it here."""
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -69,6 +73,22 @@ class Front:
     def honours(self, fields: dict[str, Any]) -> bool:
         """Whether some plugin claims each of them."""
         return all(set(self.host.claimers(name)) & self.host.loaded.keys() for name in fields)
+
+    def prepare_media(self, parts: Sequence[MediaPart]) -> list[PreparedMedia]:
+        """Raises what plugins raise, RequestError when none of them can."""
+        impls = self.host.table(frozenset(self.host.loaded), (MEDIA,)).prepare_media
+        for impl in impls:
+            if impl.plugin not in self._started:
+                self._started.add(impl.plugin)
+                self._start(impl.plugin)
+            if (prepared := impl(parts=parts)) is not None:
+                return list(prepared)
+        raise RequestError("no plugin that is on prepares pictures or sounds")
+
+    def _start(self, name: str) -> None:
+        context = FrontContext(bus=Bus(), config=self._config, info=lambda: None)
+        for impl in self.host.table(frozenset({name})).front_started:
+            impl(front=context)
 
     def admit(self, ask: Ask, features: tuple[str, ...]) -> AdmittedRequest:
         """features: plugins in force for it. Raises what `check_fields` and `prepare_fields` raise, ModelError without a tokenizer."""

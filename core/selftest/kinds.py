@@ -152,14 +152,29 @@ def _late(text: str) -> str:
 
 def _prompt(stand: Stand, draw: random.Random, length: int) -> tuple[str | None, list[int]]:
     """Random words of the vocabulary, as text and as ids."""
-    tokenizer, size = stand.front.tokenizer, stand.info.vocab_size
-    ids = [draw.randrange(min(20, size - 1), size) for _ in range(length + 8)]
+    tokenizer, ids = stand.front.tokenizer, _ids(stand, draw, length + 8)
     if tokenizer is None:
         return None, ids[:length]
-    pieces = [tokenizer.bytes.shown(token, True).decode(errors="ignore") for token in ids]
-    text = "".join(piece for piece in pieces if piece.isprintable()) or "a"
+    text = _text(tokenizer, ids)
     prompt = tokenizer.encode_now(text)
     while len(prompt) > length and len(text) > 1:
         text = text[:-1]
         prompt = tokenizer.encode_now(text)
     return text, prompt
+
+
+def words(stand: Stand, draw: random.Random, count: int) -> str:
+    """A text of about so many random tokens. Only where there is a tokenizer."""
+    tokenizer = stand.front.tokenizer
+    assert tokenizer is not None
+    return _text(tokenizer, _ids(stand, draw, count))
+
+
+def _ids(stand: Stand, draw: random.Random, count: int) -> list[int]:
+    size = stand.info.vocab_size
+    return [draw.randrange(min(20, size - 1), size) for _ in range(count)]
+
+
+def _text(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    pieces = [tokenizer.bytes.shown(token, True).decode(errors="ignore") for token in ids]
+    return "".join(piece for piece in pieces if piece.isprintable()) or "a"

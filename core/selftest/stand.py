@@ -33,6 +33,8 @@ from .workers import InProcess, InThread, StandWorker
 __all__ = ["Answer", "Ask", "Outcome", "Stand", "StandError"]
 
 MOST_STEPS = 20000
+TOKEN_BUDGET = 2048
+"""Of a step, unless a run has its own."""
 
 
 @dataclass
@@ -154,7 +156,7 @@ class Stand:
         off: tuple[str, ...] = (),
         chunk: int | None = None,
         blocks: int = 400,
-        token_budget: int = 2048,
+        token_budget: int = TOKEN_BUDGET,
         max_running: int = 64,
         threads: int | None = None,
         plugins: tuple[type[Plugin], ...] = (),

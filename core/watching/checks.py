@@ -137,6 +137,11 @@ def _uneven(patient: Patient) -> tuple[Level, str]:
     return _range(long / max(1e-6, middle), f"{1e3 * middle:.0f} ms, longest {1e3 * long:.0f} ms", warning=20.0, bad=100.0)
 
 
+def _encoding(patient: Patient) -> tuple[Level, str]:
+    share = patient.facts.encode_share
+    return ("ok", "no pictures or sounds") if share is None else _range(share, _percent(share), warning=0.5, bad=0.9)
+
+
 # ---- KV pool --------------------------------------------------------------------------------------------------------------------
 
 
@@ -276,6 +281,10 @@ CHECKS = (
     Check(
         "batch", "evenness of steps", "longest below 20 times the median", "running streams pause while long prompts run",
         "keep chunked_prefill on; lower scheduler.token_budget", _uneven,
+    ),
+    Check(
+        "batch", "time in the encoder of pictures and sounds", "below half of all steps", "running streams wait for it",
+        "lower scheduler.encoder_budget, so that a step encodes less; have clients send smaller or fewer pictures", _encoding,
     ),
     Check(
         "kv", "blocks in use", "below 90 %", "new requests wait for blocks, running ones lose theirs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 KEPT_STEPS = 1000
@@ -88,19 +88,33 @@ class Facts:
         )
         return shares[len(shares) // 2] if shares else None
 
+    @property
+    def encode_share(self) -> float | None:
+        """Share of the steps' time in which pictures and sounds were encoded; None where no step began any."""
+        if not any(step.get("media_tokens") for step in self.steps):
+            return None
+        return _encoding(self.steps) / max(1e-9, sum(step["duration"] for step in self.steps))
+
     def rates(self, seconds: float) -> dict[str, float]:
-        """Of the steps that ended in the last seconds: tokens and prompt tokens per second, mean step time, requests in a step."""
+        """Of the steps that ended in the last seconds: tokens, prompt tokens and tokens of media per second, mean step time,
+        requests in a step, the encoder's share of the time."""
         since = self.time - seconds
         recent = [step for step in self.steps if step["started"] + step["duration"] >= since]
         if not recent:
-            return {"tokens": 0.0, "prompt": 0.0, "steps": 0, "step": 0.0, "requests": 0.0}
+            return {"tokens": 0.0, "prompt": 0.0, "steps": 0, "step": 0.0, "requests": 0.0, "media": 0.0, "encode": 0.0}
         span = max(0.001, self.time - max(since, recent[0]["started"]))
-        count = len(recent)
+        count, busy = len(recent), sum(step["duration"] for step in recent)
         requests = sum(step["num_decodes"] + len(step["prefill"]) + len(step["verify"]) for step in recent)
         return {
             "tokens": sum(step["sampled"] for step in recent) / span,
             "prompt": sum(step["prompt_tokens"] for step in recent) / span,
             "steps": count,
-            "step": sum(step["duration"] for step in recent) / count,
+            "step": busy / count,
             "requests": requests / count,
+            "media": sum(step.get("media_tokens", 0) for step in recent) / span,
+            "encode": _encoding(recent) / max(1e-9, busy),
         }
+
+
+def _encoding(steps: Iterable[Mapping[str, Any]]) -> float:
+    return sum(step["phases"].get("encode", 0.0) for step in steps)

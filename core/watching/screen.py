@@ -71,7 +71,8 @@ class Screen:
         most = f"/{limits['max_running']}" if limits else ""
         step = f"step {_seconds(rates['step'])} with {rates['requests']:.1f} requests" if rates["steps"] else "no step lately"
         load = f"running {engine['running']}{most}  waiting {engine['waiting']}{waits}"
-        return [f"{load}  new tokens {rates['tokens']:.0f}/s  prompt {rates['prompt']:.0f}/s  {step}"]
+        media = f"  media {rates['media']:.0f}/s, encoder {100 * rates['encode']:.0f} %" if rates["media"] else ""
+        return [f"{load}  new tokens {rates['tokens']:.0f}/s  prompt {rates['prompt']:.0f}/s{media}  {step}"]
 
     def _pool(self, width: int) -> str:
         engine, used = self.facts.engine, self.facts.kv_used

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..errors import RequestError, TokenbusError, WorkerError, plain_text
+from ..media import ENCODED_ITEMS, ENCODED_PIECES
 from ..models.media import Encoded, MediaRows
 from .pieces import Pieces
 
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
     from .attention import AttentionBatch
     from .batch import Run
     from .plugins import WorkerPlugins
-
-ENCODED_ITEMS = "multimodal.encoded_items"
-"""Counter: times that the encoder ran."""
-ENCODED_PIECES = "multimodal.encoded_pieces"
-"""Counter: steps that encoded an item, or part of one, before the step that ran its first token."""
 
 
 class MediaState:

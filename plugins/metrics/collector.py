@@ -15,6 +15,7 @@ from ...core.front.events import (
     EngineStarted,
     FeatureChange,
     LoopLag,
+    MediaPrepared,
     RequestAdmitted,
     RequestRecord,
     RequestRefused,
@@ -53,6 +54,7 @@ class Collector:
         """Not counted yet."""
         self._make_step_metrics()
         self._make_request_metrics()
+        self._make_media_metrics()
         self._make_process_metrics()
         bus = front.bus
         self._listeners = [
@@ -60,6 +62,7 @@ class Collector:
             bus.listen(self._on_admitted, RequestAdmitted),
             bus.listen(self._on_request, RequestRecord),
             bus.listen(self._on_refused, RequestRefused),
+            bus.listen(self._on_media, MediaPrepared),
             bus.listen(self._on_lag, LoopLag),
             bus.listen(self._on_started, EngineStarted),
             bus.listen(self._on_died, EngineDied),
@@ -154,6 +157,16 @@ class Collector:
         self.tokenize_seconds = self._counter("tokenize_seconds", "Time spent tokenising prompts")
         self.template_seconds = self._counter("template_seconds", "Time spent in chat templates")
 
+    def _make_media_metrics(self) -> None:
+        self.media_items = self._counter(
+            "media_items", "Pictures and sounds of requests, by kind, processed or found in the cache", ("kind", "source")
+        )
+        self.media_tokens = self._counter("media_tokens", "Prompt tokens that those stand for")
+        self.media_seconds = self._histogram(
+            "media_seconds", "Time in which an API request's pictures and sounds were fetched and processed", LATENCY
+        )
+        self.media_bytes = self._gauge("media_open_bytes", "Processed pictures and sounds of open requests")
+
     def _make_process_metrics(self) -> None:
         self.cpu = self._counter("process_cpu_seconds", "CPU time by process", ("process",))
         self.lag = self._histogram("loop_lag_seconds", "How late an event loop woke", LATENCY, ("process",))
@@ -222,10 +235,12 @@ class Collector:
     def _on_admitted(self, admitted: RequestAdmitted) -> None:
         self.started.inc()
         self.open.inc()
+        self.media_bytes.inc(admitted.media_bytes)
 
     def _on_request(self, record: RequestRecord) -> None:
         label = prompt_bucket(record.prompt_tokens)
         self.open.dec()
+        self.media_bytes.dec(record.media_bytes)
         self.finished.labels(record.finish_reason, record.arm).inc()
         if record.ttft is not None:
             self.ttft.labels(label).observe(record.ttft)
@@ -251,6 +266,14 @@ class Collector:
 
     def _on_refused(self, refused: RequestRefused) -> None:
         self.refused.labels(str(refused.status), refused.kind).inc()
+
+    def _on_media(self, prepared: MediaPrepared) -> None:
+        for kind, count in prepared.items.items():
+            known = prepared.known.get(kind, 0)
+            self.media_items.labels(kind, "processed").inc(count - known)
+            self.media_items.labels(kind, "cache").inc(known)
+        self.media_tokens.inc(prepared.tokens)
+        self.media_seconds.observe(prepared.seconds)
 
     def _on_lag(self, lag: LoopLag) -> None:
         self._count_steps()

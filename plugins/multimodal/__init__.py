@@ -56,7 +56,8 @@ class Multimodal(Plugin):
         from ...core.front.events import EngineStarted
 
         self._front = front
-        self._closers.append(front.bus.listen(self._warm_up, EngineStarted).close)
+        if front.main:  # media are never prepared elsewhere
+            self._closers.append(front.bus.listen(self._warm_up, EngineStarted).close)
 
     @hookimpl
     def front_stopped(self) -> None:

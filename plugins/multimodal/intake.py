@@ -154,13 +154,15 @@ class Intake:
         ]
 
     def _prepared(self, source: Source, deadline: float) -> PreparedMedia:
-        key = _key(source)
-        if (done := self.cache.get(key)) is None:
-            done = self._done(source, deadline)
-            self.cache.put(key, done)
+        key, kind, family = _key(source), source.kind, self._family
+        found = self.cache.get(key)
+        done = found or self._done(source, deadline)
         assert done.item is not None
-        kind = source.kind
-        return PreparedMedia(done.item, self._family.markers[kind], done.text, self._family.placeholders[kind], done.rows)
+        if found is None:
+            self.cache.put(key, done)
+        return PreparedMedia(
+            done.item, family.markers[kind], done.text, family.placeholders[kind], done.rows, known=found is not None
+        )
 
     def _done(self, source: Source, deadline: float) -> Done:
         assert source.form != "url"

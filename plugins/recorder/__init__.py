@@ -34,12 +34,16 @@ class RecorderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The folder that recordings are written to; made when it is not there."""
     level: Level = "shape"
     """shape: lengths, times, plans and keyed hashes. full: token ids as well, to run steps again: it holds what people wrote."""
+    media: bool = False
+    """Keep, at level full, what pictures and sounds became, megabytes each: without it, replay leaves requests with media out."""
     max_file_mb: Annotated[int, msgspec.Meta(ge=1)] = 64
     """MiB after which a recording goes on in another file, give or take a block."""
     max_total_mb: Annotated[int, msgspec.Meta(ge=2)] = 1024
     """MiB of all recordings in the folder: the oldest files are deleted to stay below."""
 
     def __post_init__(self) -> None:
+        if self.media and self.level != "full":
+            raise ValueError('media = true needs level = "full": a recording of level "shape" holds nothing that people sent')
         if self.max_total_mb < 2 * self.max_file_mb:
             raise ValueError(f"max_total_mb = {self.max_total_mb} must be at least twice max_file_mb = {self.max_file_mb}")
 
@@ -138,7 +142,7 @@ class Recorder(Plugin):
         plan, order, planned_at = self._steps.popleft()
         if self._failed and order.ahead:
             plan = msgspec.structs.replace(plan, num_tokens={})
-            order = msgspec.structs.replace(order, num_tokens={}, drafts={})
+            order = msgspec.structs.replace(order, num_tokens={}, drafts={}, encode=None)
         self._failed = result is None
         began, self._landed = max(planned_at, self._landed), self._writing().now()
         self._writing().put(Ran(began, seconds, plan, order, result))

@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
+from ...core.media import ENCODED_ITEMS
 from ...core.recording.file import SUFFIX, RecordingWriter
 from ...core.recording.frames import Arrival, Configured, End, Given, Header, Opened, Ordered, Step
 from ...core.recording.hashing import KeyedHash
 from ...core.recording.identity import layers, model_hash, version
+from ...core.recording.media import without_tensors
 from ...core.recording.tracker import WorkerTracker
 from . import notes
+from .media import MediaFrames
 from .notes import Ended, Joined, Note, Ran
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ...core.contexts import EngineContext
     from ...core.media import MediaItem
@@ -52,6 +55,7 @@ class Parts:
         self._open: dict[str, Arrival] = {}
         self._media: dict[str, tuple[MediaItem, ...]] = {}
         """Of the open requests that have any."""
+        self._media_frames = MediaFrames(keep=settings.media)
         self._outputs: dict[str, int] = {}
         self._serials = 0
         self._file = self._new_file()
@@ -86,7 +90,10 @@ class Parts:
         self._file = self._new_file()
         for request_id, arrival in self._open.items():
             self._file.write(msgspec.structs.replace(arrival, known=self._outputs[request_id], again=True))
+        self._media_frames.new_part()
         if self._full and self._tracker.requests:
+            for media in self._media.values():
+                self._write_media(media)
             self._file.write(Opened(self._tracker.open_requests()))
         self._file.flush()
         self._limit = max(self._settings.max_file_mb * MIB, 2 * self._file.size)  # what is open may be much
@@ -133,12 +140,15 @@ class Parts:
             pinned=dict(admitted.pinned),
             again=note.worker is not None,
             spans=_spans(admitted.media),
+            media=self._hashes(admitted.media),
         )
         self._add(arrival, admitted.media)
         if note.worker is not None:
-            self._tracker.open(note.worker)
+            (worker,) = without_tensors([note.worker])
+            self._tracker.open(worker)
             if self._full:
-                self._file.write(Opened([note.worker]))
+                self._write_media(admitted.media)
+                self._file.write(Opened([worker]))
 
     def _unseen(self, request: WorkerRequest, at: float) -> Arrival:
         """A request that was on its way when the recorder was switched on: what the worker's order says of it."""
@@ -155,6 +165,7 @@ class Parts:
             fields=_numbers(request.fields),
             pinned=dict.fromkeys(request.pinned, True),
             spans=_spans(request.media),
+            media=self._hashes(request.media),
         )
 
     def _add(self, arrival: Arrival, media: tuple[MediaItem, ...]) -> Arrival:
@@ -164,6 +175,13 @@ class Parts:
         self._outputs[arrival.request_id] = arrival.known
         self._file.write(arrival)
         return arrival
+
+    def _hashes(self, media: Sequence[MediaItem]) -> bytes:
+        return b"".join(self._hash.of(b"media", item.digest.encode()) for item in media)
+
+    def _write_media(self, media: Sequence[MediaItem]) -> None:
+        for frame in self._media_frames.missing(media):
+            self._file.write(frame)
 
     def _serial(self) -> int:
         self._serials += 1
@@ -195,15 +213,23 @@ class Parts:
             running=plan.running,
             features=order.features,
             failed=result is None,
+            encoded=None if result is None else int(result.counters.get(ENCODED_ITEMS, 0)),
+            encode_us=None if result is None else _encoding(result.phases),
         )
         if order.features is not None:
             self._features = order.features
         self._file.write(step)
         if self._full:
+            for new in order.new:
+                self._write_media(new.media)
+            order = msgspec.structs.replace(order, new=without_tensors(order.new), encode=None)
             self._file.write(Ordered(order))
             if result is not None:
                 self._file.write(Given(plan.step_id, result.sampled, sorted(result.errors)))
             self._tracker.ordered(order)
+            for name in order.dropped:
+                if name not in self._open:
+                    self._media.pop(name, None)
             self._tracker.given(order, sampled)
         for name, tokens in sampled.items():
             if name in self._outputs:
@@ -214,7 +240,9 @@ class Parts:
         if arrival is None:  # refused before it was a request
             return
         outputs = self._outputs.pop(note.request_id)
-        media = self._media.pop(note.request_id, ())
+        media = self._media.get(note.request_id, ())
+        if not self._full or note.request_id not in self._tracker.requests:  # else a part that begins now still opens with it
+            self._media.pop(note.request_id, None)
         hashes = b"" if note.tokens is None else self._hash.blocks(note.tokens, self._block_size, arrival.hashes, media)
         finish = note.finish
         self._file.write(
@@ -247,6 +275,11 @@ class Parts:
         if kept:
             self._header = msgspec.structs.replace(self._header, config=config)
             self._file.write(Configured(note.at, kept))
+
+
+def _encoding(phases: Mapping[str, float]) -> int | None:
+    """Microseconds; None of a model that reads text only, and on a GPU, where a phase is the time to start the work."""
+    return None if "wait" in phases or "encode" not in phases else round(1e6 * phases["encode"])
 
 
 def _spans(media: Sequence[MediaItem]) -> list[tuple[int, int, bool]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
-from .notes import Note
+from .notes import Joined, Note
 from .parts import Parts, make_header
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 CAPACITY = 16384
 """Notes not yet on disk at which the engine holds new requests."""
+MEDIA_CAPACITY = 256 * 1024 * 1024
+"""Bytes of pictures and sounds not yet on disk at which it does, too."""
 FLUSH_SECONDS = 1.0
 """What a crash may lose."""
 SOME = 256
@@ -50,6 +52,8 @@ class WriterThread:
         """Plugins that are on at the first note."""
         self._put = self._done = 0
         """Notes handed over; of those, on disk (or given up)."""
+        self._media_put = self._media_done = 0
+        """The same in bytes of media that are to be kept."""
         self._thread = threading.Thread(target=self._run, name="tokenbus-recorder", daemon=True)
         self._stopped = False
         self._parts: Parts | None = None
@@ -67,6 +71,7 @@ class WriterThread:
             self._engine = copy.copy(self._engine)  # with the settings that hold now
             self._thread.start()
         self._put += 1
+        self._media_put += self._media_bytes(note)
         self._queue.put(note)
 
     def stop(self) -> None:
@@ -76,14 +81,19 @@ class WriterThread:
         self._stopped = True
 
     def backlog(self) -> float:
-        return (self._put - self._done) / CAPACITY
+        return max((self._put - self._done) / CAPACITY, (self._media_put - self._media_done) / MEDIA_CAPACITY)
+
+    def _media_bytes(self, note: Note | None) -> int:
+        """As they come with a request; what is sent again is not written again."""
+        return sum(item.size for item in note.admitted.media) if self._settings.media and isinstance(note, Joined) else 0
 
     def _run(self) -> None:
-        taken, flushed_at = 0, time.monotonic()
+        taken, media, flushed_at = 0, 0, time.monotonic()
         while True:
             notes, ends = self._take(max(0.0, flushed_at + FLUSH_SECONDS - time.monotonic()))
-            taken += len(notes) + ends
-            flush = ends or time.monotonic() - flushed_at >= FLUSH_SECONDS or taken - self._done >= CAPACITY // 4
+            taken, media = taken + len(notes) + ends, media + sum(map(self._media_bytes, notes))
+            much = taken - self._done >= CAPACITY // 4 or media - self._media_done >= MEDIA_CAPACITY // 4
+            flush = ends or time.monotonic() - flushed_at >= FLUSH_SECONDS or much
             try:
                 if self.error is None:
                     self._write(notes, flush=flush, close=ends)
@@ -94,7 +104,7 @@ class WriterThread:
                 self.error = error
                 log.exception("recorder_failed", folder=self._settings.path)
             if flush or self.error is not None:
-                flushed_at, self._done = time.monotonic(), taken
+                flushed_at, self._done, self._media_done = time.monotonic(), taken, media
             if ends:
                 return
 

@@ -201,15 +201,19 @@ def serve(tokenizer: Any, anyio_backend: str) -> Any:
         host, bus = make_host("front", config), Bus()
         eos = tokenizer.markers[tiny.END]
 
-        def fake_engine(config: Config, host: PluginHost, bus: Bus) -> Any:
+        def fake_engine(config: Config, host: PluginHost, bus: Bus, main: bool = True) -> Any:
             switches = host.start_switches(config.features.enable, config.features.disable)
-            return fake.FakeEngineClient(config, bus, host, switches, vocab_size=vocab_size, max_model_len=512, eos=eos)
+            sizes = {"vocab_size": vocab_size, "max_model_len": 512, "eos": eos}
+            return fake.FakeEngineClient(config, bus, host, switches, **sizes, main=main)
 
         engine, engines = fake_engine(config, host, bus), {}
         if (own := experiment_with_engines(config)) is not None:
             configs = engine_configs(own, config, host)
-            engines = {arm: fake_engine(one, make_host("front", one), Bus()) for arm, one in configs.items()}
-            engine = engines[config.experiments[own].control_arm]
+            control = config.experiments[own].control_arm
+            engines = {
+                arm: fake_engine(one, make_host("front", one), Bus(), main=arm == control) for arm, one in configs.items()
+            }
+            engine = engines[control]
             config, host, bus = engine.config, engine.host, engine.bus
         made = None if template is None else ChatTemplate(template, tokenizer)
         experiments = Experiments(config, host, engine, bus, engines=engines)

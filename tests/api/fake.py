@@ -29,7 +29,9 @@ class Running:
 
 
 class FakeEngineClient:
-    def __init__(self, config, bus, host, switches, *, vocab_size: int, max_model_len: int, eos: int) -> None:
+    def __init__(
+        self, config, bus, host, switches, *, vocab_size: int, max_model_len: int, eos: int, main: bool = True
+    ) -> None:
         self.config, self.bus, self.host, self.switches = config, bus, host, switches
         self.state, self.restarts = "ready", 0
         self.settings = LiveSettings(config, host, bus)
@@ -52,7 +54,7 @@ class FakeEngineClient:
         self.cached_tokens = 0
         self._work = anyio.Event()
         self.steps = 0
-        self._plugins = FrontPlugins(host, FrontContext(bus=bus, config=config, info=lambda: self.info))
+        self._plugins = FrontPlugins(host, FrontContext(bus=bus, config=config, info=lambda: self.info, main=main))
 
     @property
     def open_requests(self) -> int:

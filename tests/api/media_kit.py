@@ -50,6 +50,38 @@ def llava_folder(path: Path) -> Path:
     return path
 
 
+TEXT = {
+    "model_type": "llama", "vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "pad_token_id": None, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+VISION = {
+    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "image_size": SIDE, "patch_size": PATCH, "projection_dim": 32,
+}  # fmt: skip
+
+
+def llava_checkpoint(path: Path) -> Any:
+    """`llava_folder` with tokenizer, template and random weights; transformers' own model of it."""
+    import torch
+    from tiny_tokenizer import tiny_tokenizer
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    llava_folder(path)
+    tiny_tokenizer(special=("<image>",))._backend.save(str(path / "tokenizer.json"))
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    (path / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=TEXT, vision_config=VISION, image_token_index=261)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    model.save_pretrained(path)
+    return model
+
+
 def noise(width: int = 40, height: int = 30, seed: int = 0, mode: str = "RGB") -> Image.Image:
     """A picture without two equal corners."""
     channels = {"RGB": 3, "RGBA": 4, "L": 1, "CMYK": 4, "LA": 2}[mode]

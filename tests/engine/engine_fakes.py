@@ -129,8 +129,8 @@ class FakeWorker(Worker):
 
 
 def make_fake(config: Config, features: tuple[str, ...]) -> Worker:
-    """A worker for an engine process, as `model.model` says. "fake": 1 ms a step, "slow": 20 ms, "zero": none, "encodes": 1 ms, in pieces; the
-    others can't start."""
+    """A worker for an engine process, as `model.model` says. "fake" and "encodes" (in pieces): 1 ms a step, "slow": 20 ms, "zero": none;
+    the others can't start."""
     match config.model.model:
         case "wrong":
             return FakeWorker(load_error=ModelError("this model can't be run: it is a fake"))

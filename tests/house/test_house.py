@@ -45,6 +45,7 @@ PLUGINS_MAY_USE = {
     "core.recording.frames",
     "core.recording.hashing",
     "core.recording.identity",
+    "core.recording.media",
     "core.recording.tracker",
     "core.request",
     "core.worker.attention",

@@ -7,7 +7,15 @@ import pytest
 from tokenbus.core.bus import Bus
 from tokenbus.core.config import Config
 from tokenbus.core.contexts import FrontContext
-from tokenbus.core.front.events import EngineDied, EngineStarted, LoopLag, RequestAdmitted, RequestRecord, RequestRefused
+from tokenbus.core.front.events import (
+    EngineDied,
+    EngineStarted,
+    LoopLag,
+    MediaPrepared,
+    RequestAdmitted,
+    RequestRecord,
+    RequestRefused,
+)
 from tokenbus.core.messages import EngineInfo, StepReport
 from tokenbus.plugins.metrics import Metrics, MetricsSettings
 from tokenbus.plugins.metrics.collector import Collector, IdleAlarm, prompt_bucket
@@ -204,6 +212,23 @@ def test_the_engines_heartbeat_lets_the_alarm_look(collector):
     assert value(collector, "alarm_queue_busy_device_idle") == 1
     tell(collector, step(started=1.0, duration=1.0, running=0, waiting=0), LoopLag("engine", 0.0, 1.0, 0.0))
     assert value(collector, "alarm_queue_busy_device_idle") == 0
+
+
+def test_media_are_counted_by_where_they_came_from_and_weighed_while_they_are_open(collector):
+    prepared = MediaPrepared(items={"image": 3, "audio": 1}, known={"image": 2}, tokens=50, seconds=0.3)
+    tell(collector, prepared, RequestAdmitted("r", 600), RequestAdmitted("s", 200))
+    counted = {
+        (kind, source): value(collector, "media_items_total", kind=kind, source=source)
+        for kind in ("image", "audio")
+        for source in ("processed", "cache")
+    }
+    assert counted == {("image", "processed"): 1, ("image", "cache"): 2, ("audio", "processed"): 1, ("audio", "cache"): 0}
+    assert value(collector, "media_tokens_total") == 50
+    assert value(collector, "media_seconds_count") == 1
+    assert value(collector, "media_seconds_sum") == pytest.approx(0.3)
+    assert value(collector, "media_open_bytes") == 800
+    tell(collector, record(media_bytes=600))
+    assert value(collector, "media_open_bytes") == 200
 
 
 def test_off_means_no_listener_and_no_route_answers(collector):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +21,7 @@ from tokenbus.core.messages import StepOutput, StepReport
 sys.path.insert(0, str(Path(__file__).parent.parent / "api"))  # the kits
 
 import media_kit as kit
-from tiny_tokenizer import tiny_tokenizer
 
-TEXT = {
-    "model_type": "llama", "vocab_size": 262, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "pad_token_id": None, "bos_token_id": None,
-    "eos_token_id": None,
-}  # fmt: skip
-VISION = {
-    "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
-    "image_size": kit.SIDE, "patch_size": kit.PATCH, "projection_dim": 32,
-}  # fmt: skip
 FIRST, SECOND = kit.noise(61, 45, seed=1), kit.noise(40, 90, seed=2)
 
 
@@ -47,20 +37,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(folder):
     """transformers' model, saved in the folder with all that a server needs."""
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
-    tiny_tokenizer(special=("<image>",))._backend.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(kit.TEMPLATE, encoding="utf-8")
-    torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(LlavaConfig(text_config=TEXT, vision_config=VISION, image_token_index=261)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 0.3)
-    model.save_pretrained(folder)
-    return model
+    return kit.llava_checkpoint(folder)
 
 
 @pytest.fixture(scope="module")
@@ -138,31 +115,58 @@ def test_the_same_text_with_another_image_is_another_answer(llm):
     assert first.outputs[0].token_ids == again.outputs[0].token_ids
 
 
-def test_an_answer_goes_on_after_the_engines_death(llm):
-    whole = llm.chat(talk(FIRST, SECOND), greedy(250)).outputs[0].token_ids
-    begun, found, pid = threading.Event(), {}, llm.info.pid
+@contextmanager
+def running(llm):
+    """A long answer is being made; at the end it is in the dict."""
+    begun, found = threading.Event(), {}
+    take = llm._service.client._take_output
 
-    def count(output):
+    def and_tell(output: StepOutput):
+        take(output)
         if output.tokens:
             begun.set()
 
-    take = llm._service.client._take_output
-
-    def and_count(output: StepOutput):
-        take(output)
-        count(output)
-
-    llm._service.client._take_output = and_count
+    llm._service.client._take_output = and_tell
+    asking = threading.Thread(target=lambda: found.update(answer=llm.chat(talk(FIRST, SECOND), greedy(400))))
+    asking.start()
     try:
-        asking = threading.Thread(target=lambda: found.update(answer=llm.chat(talk(FIRST, SECOND), greedy(250))))
-        asking.start()
         assert begun.wait(60)
-        os.kill(pid, signal.SIGKILL)
+        yield found
         asking.join(100)
     finally:
         llm._service.client._take_output = take
+    assert "answer" in found
+
+
+@pytest.fixture(scope="module")
+def whole(llm):
+    return llm.chat(talk(FIRST, SECOND), greedy(400)).outputs[0].token_ids
+
+
+def test_an_answer_goes_on_after_the_engines_death(llm, whole):
+    """Also while the plugin is switched off: the request had it."""
+    with running(llm) as found:
+        pid = llm.info.pid
+        llm.switch(multimodal=False)
+        assert "answer" not in found, "it was over before it could be switched"
+        os.kill(pid, signal.SIGKILL)
     assert found["answer"].outputs[0].token_ids == whole
     assert llm.info.pid != pid
+    with pytest.raises(FeatureOffError):
+        llm.chat(talk(FIRST), greedy(1))
+    llm.switch(multimodal=True)
+    assert llm.chat(talk(FIRST, SECOND), greedy(400)).outputs[0].token_ids == whole
+
+
+def test_an_open_request_goes_on_when_the_plugin_is_switched_off_and_new_ones_are_refused(llm, whole):
+    with running(llm) as found:
+        llm.switch(multimodal=False)
+        assert "answer" not in found, "it was over before it could be switched"
+        with pytest.raises(FeatureOffError, match="'multimodal', is off"):
+            llm.chat(talk(FIRST), greedy(1))
+        assert llm.generate("text", greedy(2), use_tqdm=False)[0].outputs[0].token_ids
+    llm.switch(multimodal=True)
+    assert found["answer"].outputs[0].token_ids == whole
 
 
 def test_off_means_an_error_that_names_the_plugin(llm):

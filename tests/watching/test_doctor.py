@@ -74,6 +74,15 @@ def test_a_sick_server_is_told_what_and_what_to_do(told, url, capsys, make_frame
     assert status == max({"ok": 0, "unknown": 0, "warning": 1, "bad": 2}[one["level"]] for one in found.values()) >= 1
 
 
+def test_steps_that_mostly_encode(told, url, capsys, make_frame, make_step):
+    name = "time in the encoder of pictures and sounds"
+    assert examine(url, capsys)[1][name]["value"] == "no pictures or sounds"
+    told.frames = [make_frame(steps=[make_step(i, media_tokens=400, phases={"encode": 0.06}) for i in range(40)])]
+    found = examine(url, capsys)[1][name]
+    assert (found["level"], found["value"]) == ("warning", "63 %")
+    assert "scheduler.encoder_budget" in found["advice"]
+
+
 def test_steps_that_come_late_or_uneven(told, url, capsys, make_frame, make_step):
     told.frames = [make_frame(steps=[make_step(i, duration=0.03) for i in range(40)])]
     assert examine(url, capsys)[1]["idle between steps while there is work"]["level"] == "bad"
@@ -168,7 +177,7 @@ def test_the_report_for_people(told, url, capsys, make_frame):
     assert lines[at] == "  WARN requests waiting: 600 of 1024   [healthy: below 50 % of max_waiting]"
     assert lines[at + 1].startswith("       means: ")
     assert lines[at + 2].startswith("       do: ")
-    assert lines[-1] == "23 ok, 0 not known yet, 1 warnings, 0 bad"
+    assert lines[-1] == "24 ok, 0 not known yet, 1 warnings, 0 bad"
 
 
 @pytest.mark.parametrize("flag", [["--seconds", "0"], ["--seconds", "x"], ["--seconds", "nan"], ["--json=1"]])

@@ -77,6 +77,14 @@ def test_what_a_server_says_cannot_steer_the_terminal(screen, make_frame):
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
 
 
+def test_media_are_shown_while_some_come(screen, make_frame, make_step):
+    assert "media" not in "\n".join(screen.lines(160, 40))
+    steps = [make_step(100 + i, started=1_000_000.0 - 1 + i / 10, media_tokens=60, phases={"encode": 0.038}) for i in range(10)]
+    screen.facts.steps.clear()
+    screen.take(make_frame(steps=steps))
+    assert "media 600/s, encoder 40 %" in "\n".join(screen.lines(160, 40))
+
+
 def test_nothing_yet():
     assert "the engine has not answered yet" in "\n".join(Screen().lines(80, 24))
 

@@ -45,7 +45,7 @@ function drawTiles() {
     tile("waiting", count(engine.waiting), engine.waiting ? `oldest ${seconds(oldest)}` : slow ? `room for ${count(slow.limits.max_waiting)}` : "");
     tile("kv", percent(used, engine.num_blocks), `${percent(engine.retained_blocks, engine.num_blocks)} retained`);
   }
-  tile("rate", rates.steps ? `${count(rates.tokens)}/s` : "0/s", `prompt: ${count(rates.prompt)}/s`);
+  tile("rate", rates.steps ? `${count(rates.tokens)}/s` : "0/s", `prompt: ${count(rates.prompt)}/s${rates.media ? `, media: ${count(rates.media)}/s` : ""}`);
   tile("step", rates.step === null ? "–" : seconds(rates.step), rates.step === null ? "none lately" : `${count(rates.requests)} requests each`);
   tile("drafts", percent(rates.accepted, rates.drafts), rates.drafts ? `${count(rates.drafts)} in ${RATE_SECONDS} s` : "none lately");
   if (slow) {

@@ -61,6 +61,7 @@ class Model {
       at, id: step.step_id, started: step.started, duration: step.duration, prompt: step.prompt_tokens, decode: known,
       draft: step.draft_tokens, accepted, sampled: step.sampled, requests: known + Object.keys(step.prefill).length,
       running: step.running, waiting: step.waiting, phases: step.phases,
+      media: step.media_tokens ?? 0,
     });
   }
 
@@ -94,7 +95,7 @@ class Model {
     const first = n ? Math.max(since, recent[0].started) : since;
     const span = Math.max(0.001, Math.min(RATE_SECONDS, this.frame.time - first));
     return {
-      steps: n, tokens: sum((s) => s.sampled) / span, prompt: sum((s) => s.prompt) / span,
+      steps: n, tokens: sum((s) => s.sampled) / span, prompt: sum((s) => s.prompt) / span, media: sum((s) => s.media) / span,
       step: n ? sum((s) => s.duration) / n : null, requests: n ? sum((s) => s.requests) / n : null,
       drafts: sum((s) => s.draft), accepted: sum((s) => s.accepted),
     };
