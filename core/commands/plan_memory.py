@@ -11,6 +11,7 @@ from ..config import Config
 from ..device import free_bytes, resolve_device
 from ..host import PluginHost, make_host
 from ..kv.sizing import CPU_FRACTION, GPU_FRACTION, plan
+from ..models.media_config import quantization_of
 from ..models.resolve import ResolvedModel, resolve
 from ..models.sizing import ModelSize, model_size, plain_layout, tower_bytes
 
@@ -24,7 +25,7 @@ def run(arguments: argparse.Namespace, config: Config) -> int:
     host = make_host("worker", config)
     on = host.start_switches(config.features.enable, config.features.disable).on
     size = model_size(resolved, config.model.dtype, device=device.type)
-    if _may_change_sizes(host, on) or "quantization_config" in resolved.config:
+    if _may_change_sizes(host, on) or quantization_of(resolved.config, resolved.name):
         size = _with_plugins(resolved, config, device, host, on)
     longest = min(size.max_model_len, config.model.max_model_len or size.max_model_len)
     free = max(0, free_bytes(device) - size.weights_bytes - size.fixed_bytes)

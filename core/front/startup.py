@@ -50,11 +50,12 @@ def check_pool(config: Config, host: PluginHost, switches: Switches) -> None:
     if any(host.info(name).scope == "engine" and not host.info(name).lossless for name in switches.on):
         return
     from ..kv.sizing import free_memory, plan
+    from ..models.media_config import quantization_of
     from ..models.resolve import resolve
     from ..models.sizing import model_size
 
     resolved = resolve(config.model.model)
-    if "quantization_config" in resolved.config:
+    if quantization_of(resolved.config, resolved.name):
         return
     size = model_size(resolved, config.model.dtype)
     if (free := free_memory() - size.weights_bytes) > 0:

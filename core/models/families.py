@@ -285,6 +285,11 @@ def _qwen3_vl(c: _Reader) -> DecoderConfig:
     return _by_axis(_qwen3(c), c, interleaved=True)
 
 
+def _qwen3_vl_moe(c: _Reader) -> DecoderConfig:
+    c.data["norm_topk_prob"] = True  # its class has no such setting, and always does it
+    return _by_axis(_qwen3_moe(c), c, interleaved=True)
+
+
 FAMILIES: dict[str, _Family] = {
     "llama": _Family("LlamaForCausalLM", _llama),
     "mistral": _Family("MistralForCausalLM", _mistral),
@@ -300,6 +305,7 @@ FAMILIES: dict[str, _Family] = {
     "qwen2_vl_text": _Family("Qwen2VLTextModel", _qwen2_vl),
     "qwen2_5_vl_text": _Family("Qwen2_5_VLTextModel", _qwen2_vl),
     "qwen3_vl_text": _Family("Qwen3VLTextModel", _qwen3_vl),
+    "qwen3_vl_moe_text": _Family("Qwen3VLMoeTextModel", _qwen3_vl_moe),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -67,6 +67,11 @@ class Matrix:
         return self.rows * self.columns
 
 
+def own_spelling(name: str) -> Sequence[str]:
+    """Of a module of a text model, which has one name."""
+    return (name,)
+
+
 @dataclass(frozen=True)
 class ModelToLoad:
     """What is known of a model before its weights are read."""
@@ -81,9 +86,12 @@ class ModelToLoad:
     read_formats: Callable[[], Mapping[str, Stored]] | None = None
     """Reads the table of a GGUF file's tensors."""
     read_heads: Callable[[], Mapping[str, Tensor]] | None = None
-    """Reads the tables of a checkpoint's safetensors files."""
+    """Reads the tables of a checkpoint's safetensors files; of a multimodal model's, what is of the text part."""
     quantization: Mapping[str, Any] | None = None
     """The `quantization_config` of its config.json, if it has one."""
+    spellings: Callable[[str], Sequence[str]] = own_spelling
+    """The names by which `quantization` may mean a module, from its name in `tensors`. Of the text part of a multimodal model there are
+    several, since whole models have been written in several ways; nothing says which of them was meant."""
     device: str = "cpu"
     """Kind of the device that the model will be on: "cpu" or "cuda"."""
     triton: bool = False

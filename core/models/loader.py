@@ -18,10 +18,10 @@ from ..device import resolve_device
 from ..errors import ConfigError, ModelError
 from .decoder import Decoder
 from .families import decoder_config
-from .linears import ModelToLoad, Tensor
+from .linears import ModelToLoad, Tensor, own_spelling
 from .mapped import release_pages
-from .media_config import is_multimodal, text_names
-from .sizing import read_header, resolve_dtype, weight_files
+from .media_config import is_multimodal, quantization_of, spellings, text_names, without_quantization
+from .sizing import read_header, resolve_dtype, tower_heads, weight_files
 
 if TYPE_CHECKING:
     from .base import CausalModel
@@ -91,12 +91,17 @@ def media_checkpoint(
     return MediaCheckpoint(
         name=resolved.name,
         path=resolved.path,
-        config=resolved.config,
+        config=without_quantization(resolved.config),
         dtype=dtype,
         device=device,
         hidden_size=hidden_size,
-        tensors=lambda: Checkpoint(weight_files(resolved.path), resolved.name, dtype, device, text_only=True).others(),
+        tensors=lambda: _tower(resolved, dtype, device),
     )
+
+
+def _tower(resolved: ResolvedModel, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
+    tower_heads(resolved)  # raises ModelError for a quantised one
+    return Checkpoint(weight_files(resolved.path), resolved.name, dtype, device, text_only=True).others()
 
 
 def describe(
@@ -115,17 +120,20 @@ def describe(
     name = resolve_dtype(resolved, dtype, where.type)
     config = decoder_config(resolved.config, resolved.name)
     choice = Choice("torch") if config is None else _choose_kernels(config, DTYPES[name], where, kernels)
+    multimodal = is_multimodal(resolved.config)
+    elsewhere = "its text part is none that core's decoder knows" if multimodal else "it runs through transformers"
     return ModelToLoad(
         name=resolved.name,
         config=config,
         dtype=name,
-        no_cpu_kernels="it runs through transformers" if config is None else choice.missing.get("cpu", ""),
+        no_cpu_kernels=elsewhere if config is None else choice.missing.get("cpu", ""),
         read_formats=None if resolved.gguf is None else lambda: _formats(resolved),
         read_heads=None if resolved.gguf is not None else lambda: _heads(resolved),
-        quantization=resolved.config.get("quantization_config") or None,
+        quantization=quantization_of(resolved.config, resolved.name),
         device=where.type,
         triton=choice.kind == "triton",
         invariant=invariance(batch_invariant, where.type),
+        spellings=spellings if multimodal else own_spelling,
     )
 
 

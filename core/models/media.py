@@ -64,7 +64,7 @@ class MediaCheckpoint:
     name: str
     path: Path
     config: Mapping[str, Any]
-    """config.json."""
+    """config.json, without what it says of quantised weights, which the text part alone has."""
     dtype: torch.dtype
     device: torch.device
     hidden_size: int

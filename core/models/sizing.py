@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .resolve import ResolvedModel
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+PLAIN = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
+"""What tensors of an encoder are stored as: weights, places, masks."""
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
 
@@ -183,9 +185,21 @@ def tower_bytes(resolved: ResolvedModel, dtype: str) -> int:
     """Of what a multimodal checkpoint holds beside its text part; 0 for any other."""
     if resolved.gguf is not None or not is_multimodal(resolved.config):
         return 0
-    shapes = {name: t["shape"] for path in weight_files(resolved.path) for name, t in read_header(path).items()}
-    of_text = set(text_names(shapes).values())
-    return ITEM_BYTES[dtype] * sum(math.prod(shape) for name, shape in shapes.items() if name not in of_text)
+    return ITEM_BYTES[dtype] * sum(math.prod(head["shape"]) for head in tower_heads(resolved).values())
+
+
+def tower_heads(resolved: ResolvedModel) -> dict[str, Any]:
+    """As `read_header`, of the tensors that are not of a multimodal checkpoint's text part. ModelError when one of them is quantised: what
+    reads such matrices is for the decoder alone."""
+    heads = {name: head for path in weight_files(resolved.path) for name, head in read_header(path).items()}
+    of_text = set(text_names(heads).values())
+    found = {name: head for name, head in heads.items() if name not in of_text}
+    if odd := sorted(name for name, head in found.items() if head["dtype"] not in PLAIN):
+        raise ModelError(
+            f"{resolved.name} can't read media: its tower is quantised ({odd[0]} is {found[odd[0]]['dtype']}), which is read of text parts "
+            "only; take a checkpoint whose tower was left as it is, or switch multimodal off"
+        )
+    return found
 
 
 def read_header(path: Path) -> dict[str, Any]:

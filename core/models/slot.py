@@ -104,6 +104,8 @@ def choose_encoder(host: PluginHost, residents: Iterable[str], checkpoint: Media
         try:
             answer = impl(checkpoint=checkpoint)
         except PluginError as error:
+            if isinstance(error.__cause__, ModelError):  # what reading the tower's tensors found
+                raise error.__cause__ from None
             raise PluginLoadError(error.message, plugin=error.plugin, hook=error.hook) from error
         if isinstance(answer, Refusal):
             raise _refused(checkpoint.name, impl.plugin, "media_encoder", answer)

@@ -86,6 +86,7 @@ TOWERS: dict[str, Tower] = {
     "qwen2_vl": Tower("Qwen2VLForConditionalGeneration", _QWEN, image_places),
     "qwen2_5_vl": Tower("Qwen2_5_VLForConditionalGeneration", _QWEN, image_places),
     "qwen3_vl": Tower("Qwen3VLForConditionalGeneration", {"image": deepstack_features}, image_places),
+    "qwen3_vl_moe": Tower("Qwen3VLMoeForConditionalGeneration", {"image": deepstack_features}, image_places),
     "gemma3": Tower("Gemma3ForConditionalGeneration", looks_ahead=True),
     "qwen2_audio": Tower("Qwen2AudioForConditionalGeneration", {"audio": audio_features}),
 }
@@ -172,6 +173,9 @@ def _shrink(text: Any) -> None:
     text.num_hidden_layers, text.vocab_size, text.intermediate_size, text.pad_token_id = 1, 8, 8, None
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:1]
+    for name, size in (("num_experts", 1), ("num_experts_per_tok", 1), ("moe_intermediate_size", 8)):
+        if getattr(text, name, None):
+            setattr(text, name, size)
 
 
 def _of_text(key: str) -> bool:

@@ -4,6 +4,7 @@ what their weights stand for, by the plain formula in float64."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -237,15 +238,16 @@ KINDS: dict[str, Callable[[], Kind]] = {
 }
 
 
-def quantise(source: Path, folder: Path, kind: Kind) -> tuple[Path, Path]:
-    """A dense checkpoint as (one in that format, a dense one of what its weights stand for, in float32)."""
+def quantise(source: Path, folder: Path, kind: Kind, *, only: str = "") -> tuple[Path, Path]:
+    """A dense checkpoint as (one in that format, a dense one of what its weights stand for, in float32). only: the regular expression of
+    names that are quantised; those of other matrices never are."""
     random = np.random.default_rng(7)
     paths = folder / "quantised", folder / "dense"
     stored: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
     for name, value in load_file(source / "model.safetensors").items():
         stem = name.removesuffix(".weight")
-        if name == stem or not stem.endswith(LINEAR) or stem.endswith(kind.skip or ("never",)):
+        if name == stem or not stem.endswith(LINEAR) or stem.endswith(kind.skip or ("never",)) or not re.match(only, name):
             stored[name] = dense[name] = value
             continue
         made, means = kind.pack(value.double().numpy(), random)
@@ -255,7 +257,8 @@ def quantise(source: Path, folder: Path, kind: Kind) -> tuple[Path, Path]:
         path.mkdir(parents=True)
         for file in source.glob("*.json"):
             shutil.copy(file, path)
-        save_file({name: part.contiguous() for name, part in tensors.items()}, path / "model.safetensors")
+        made_by = {"format": "pt"}
+        save_file({name: part.contiguous() for name, part in tensors.items()}, path / "model.safetensors", metadata=made_by)
         if config is not None:
             text = json.loads((path / "config.json").read_text())
             (path / "config.json").write_text(json.dumps({**text, "quantization_config": config}))

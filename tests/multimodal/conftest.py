@@ -230,6 +230,35 @@ FAMILIES: dict[str, Family] = {
         _stack(),
         types="mm_token_type_ids",
     ),
+    "qwen3-vl-moe": Family(
+        "Qwen3VLMoeConfig",
+        "Qwen3VLMoeForConditionalGeneration",
+        {
+            "vision_config": {
+                **QWEN_VISION,
+                "hidden_size": 32,
+                "out_hidden_size": 64,
+                "intermediate_size": 48,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "text_config": {
+                **TEXT,
+                "head_dim": 16,
+                "num_experts": 6,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 48,
+                "mlp_only_layers": [1],
+                "rope_parameters": _mrope([4, 2, 2]),
+                "tie_word_embeddings": False,  # its class's default is a tied one
+            },
+            "tie_word_embeddings": False,
+            "image_token_id": PLACEHOLDER,
+        },
+        _qwen_item,
+        _stack(),
+        types="mm_token_type_ids",
+    ),
     "gemma3": Family(
         "Gemma3Config",
         "Gemma3ForConditionalGeneration",

@@ -36,6 +36,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-vl": QWEN,
     "qwen2.5-vl": QWEN,
     "qwen3-vl": QWEN,
+    "qwen3-vl-moe": QWEN,
     "gemma3": ("Gemma3ImageProcessorPil", {"size": {"height": 32, "width": 32}}),
 }
 SIZES = [(16, 16), (50, 20), (21, 64), (7, 9), (200, 90)]

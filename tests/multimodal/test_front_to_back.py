@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -18,9 +19,10 @@ from tokenbus import LLM, SamplingParams
 from tokenbus.core.errors import FeatureOffError, FieldError
 from tokenbus.core.messages import StepOutput, StepReport
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "api"))  # the kits
+sys.path[:0] = [str(Path(__file__).parent.parent / name) for name in ("api", "models")]  # the kits
 
 import media_kit as kit
+from checkpoint_formats import packed, quantise
 
 FIRST, SECOND = kit.noise(61, 45, seed=1), kit.noise(40, 90, seed=2)
 
@@ -78,6 +80,20 @@ def expected(model, folder, token_ids, images, count):
 def test_answers_are_transformers(llm, reference, folder, images):
     answer = llm.chat(talk(*images), greedy(12))
     assert answer.outputs[0].token_ids == expected(reference, folder, answer.prompt_token_ids, images, 12)
+
+
+def test_a_quantised_checkpoint_answers_as_the_weights_that_it_stands_for(folder, reference, tmp_path):
+    from transformers import LlavaForConditionalGeneration
+
+    text = r"(model\.)?language_model\."
+    quantised, dense = quantise(folder, tmp_path, packed(4, 16), only=text)
+    shutil.copy(folder / "chat_template.jinja", quantised)
+    with LLM(str(quantised), dtype="float32", max_model_len=512, num_blocks=128, enable=("multimodal",)) as llm:
+        answer = llm.chat(talk(FIRST, SECOND), greedy(12))
+    model = LlavaForConditionalGeneration.from_pretrained(dense, dtype=torch.float32).eval()
+    found = answer.outputs[0].token_ids
+    assert found == expected(model, folder, answer.prompt_token_ids, (FIRST, SECOND), 12)
+    assert found != expected(reference, folder, answer.prompt_token_ids, (FIRST, SECOND), 12)
 
 
 def test_steps_planned_ahead_and_encoding_in_pieces_change_no_answer(llm_ahead, reference, folder):

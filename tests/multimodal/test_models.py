@@ -19,8 +19,8 @@ from tokenbus.core.worker.torch_attention import TorchAttention
 from tokenbus.plugins.multimodal.towers import tower_encoder
 
 TOLERANCE = 2e-4
-FAMILIES = ["llava", "llava-next", "idefics3", "smolvlm", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3", "qwen2-audio"]
-MROPE = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"]
+MROPE = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"]
+FAMILIES = ["llava", "llava-next", "idefics3", "smolvlm", *MROPE, "gemma3", "qwen2-audio"]
 BLOCK = 4
 
 
@@ -31,9 +31,9 @@ def limit(truth: torch.Tensor) -> float:
 class Engine:
     """One sequence at a time over a paged cache with shuffled blocks."""
 
-    def __init__(self, tiny: Any) -> None:
+    def __init__(self, tiny: Any, kernels: Any = "torch", choose: Any = None) -> None:
         resolved = resolve(str(tiny.path))
-        self.model: Any = load(resolved, kernels="torch")
+        self.model: Any = load(resolved, kernels=kernels, choose=choose)
         encoder = tower_encoder(self.model.beside)
         assert encoder is not None
         self.encoders = Encoders(encoder, 1 << 20)
@@ -145,8 +145,9 @@ def test_a_causal_mask_over_a_picture_is_seen(tiny_media: Any, engines: Any) -> 
     assert float((engine.logits(prompt, MORE, []) - truth).abs().max()) > 100 * limit(truth)
 
 
-def test_features_of_the_first_layers_are_seen(tiny_media: Any, engines: Any) -> None:
-    tiny, engine = tiny_media("qwen3-vl"), engines("qwen3-vl")
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen3-vl-moe"])
+def test_features_of_the_first_layers_are_seen(name: str, tiny_media: Any, engines: Any) -> None:
+    tiny, engine = tiny_media(name), engines(name)
     prompt = tiny.prompt([0], seed=8)
     truth = tiny.truth(prompt, MORE)
 

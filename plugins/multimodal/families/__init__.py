@@ -18,6 +18,7 @@ FAMILIES: dict[str, str] = {
     "qwen2_audio": "qwen2_audio:Qwen2Audio",
     "qwen2_vl": "qwen_vl:QwenVL",
     "qwen3_vl": "qwen_vl:QwenVL",
+    "qwen3_vl_moe": "qwen_vl:QwenVL",
     "smolvlm": "idefics3:Idefics3",
 }
 """model_type -> "module:class" in this folder."""

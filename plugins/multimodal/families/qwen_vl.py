@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class QwenVL:
     name = "qwen_vl"
-    model_types = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+    model_types = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
     markers: Mapping[Kind, str] = {"image": "<|image_pad|>"}
     placeholders: Mapping[Kind, str] = {"image": "<|image_pad|>"}
     sampling_rate = 0

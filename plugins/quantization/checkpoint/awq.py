@@ -14,6 +14,7 @@ import torch
 from .formats import (
     DTYPES,
     Format,
+    Listed,
     Module,
     Scheme,
     StoredWeight,
@@ -21,7 +22,6 @@ from .formats import (
     check_shape,
     group_size,
     head,
-    is_listed,
     names_in,
     one_of,
     take,
@@ -57,10 +57,10 @@ class Awq(Format):
         self._group = group_size({"group_size": config["group_size"] or 128})
         if self._group % 8:
             raise UnreadableError(f"its groups of {self._group} inputs are no multiple of 8")
-        self._ignore = names_in(config, "modules_to_not_convert")
+        self._ignore = Listed.of_transformers(names_in(config, "modules_to_not_convert"))
 
     def ignored(self, name: str) -> bool:
-        return is_listed(name, self._ignore)
+        return self._ignore.means(self.spellings(name))
 
     def module(self, name: str, heads: Heads) -> Module:
         inputs, words = head(heads, f"{name}.qweight", {"I32"})

@@ -8,7 +8,6 @@ weight_scale                    [N, 1], [N, groups], [N / 128, K / 128], or one 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,6 +16,7 @@ import torch
 from .formats import (
     DTYPES,
     Format,
+    Listed,
     Module,
     StoredWeight,
     check_keys,
@@ -53,11 +53,12 @@ class CompressedTensors(Format):
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
             raise UnreadableError("its quantization_config has no config_groups")
-        self._groups = [read_group(name, group, config.get("format")) for name, group in groups.items()]
-        self._ignore = names_in(config, "ignore")
+        read = [read_group(name, group, config.get("format")) for name, group in groups.items()]
+        self._groups = [(group, Listed.of_compressed_tensors(group.targets)) for group in read]
+        self._ignore = Listed.of_compressed_tensors(names_in(config, "ignore"))
 
     def ignored(self, name: str) -> bool:
-        return any(_means(target, name) for target in self._ignore)
+        return self._ignore.means(self.spellings(name))
 
     def module(self, name: str, heads: Heads) -> Module:
         group = self._group(name)
@@ -116,22 +117,14 @@ class CompressedTensors(Format):
 
     def _group(self, name: str) -> Group:
         """The group whose targets name the module; else one for all linear layers."""
-        for group in self._groups:
-            if any(_means(target, name) for target in group.targets):
+        names = self.spellings(name)
+        for group, targets in self._groups:
+            if targets.means(names):
                 return group
-        for group in self._groups:
+        for group, _ in self._groups:
             if "Linear" in group.targets:
                 return group
         raise UnreadableError(f"none of its config_groups is for {name}, but its files have it quantised")
-
-
-def _means(target: str, name: str) -> bool:
-    if not target.startswith("re:"):
-        return name == target or name.startswith(f"{target}.")
-    try:
-        return re.match(target[3:], name) is not None
-    except re.error:
-        raise UnreadableError(f"its quantization_config names modules by {target!r}, which is no regular expression") from None
 
 
 def _signed(fields: torch.Tensor, bits: int) -> torch.Tensor:

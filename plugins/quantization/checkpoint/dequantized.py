@@ -34,6 +34,8 @@ class StoredWeights:
     def get(self, name: str) -> torch.Tensor:
         """In the model's dtype. Raises ValueError for tensors that don't fit each other."""
         module = name.removesuffix(".weight")
+        if module == name and (stack := self._form.stack(self._weights, name, self._dtype)) is not None:
+            return stack
         if module == name or module not in self._survey:
             return self._weights.get(name)
         return self.stored(module).dequantized().to(self._dtype)

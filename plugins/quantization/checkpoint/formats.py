@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ....core.errors import ModelError
+from ....core.models.linears import own_spelling
 from .stored import Module, Scheme, StoredWeight, UnreadableError
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ class Format(ABC):
     report: Mapping[str, Any] = MappingProxyType({})
     """What the log says of this checkpoint once it is read."""
 
+    spellings: Callable[[str], Sequence[str]] = staticmethod(own_spelling)
+    """See `ModelToLoad.spellings`."""
+
     @abstractmethod
     def module(self, name: str, heads: Heads) -> Module:
         """Of a module that has a marker, from its tensors' shapes. Raises UnreadableError."""
@@ -41,6 +46,10 @@ class Format(ABC):
     @abstractmethod
     def ignored(self, name: str) -> bool:
         """Whether the config says that this module is not quantised."""
+
+    def stack(self, weights: Weights, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor of several matrices [experts, A, B], multiplied out; None: it is not quantised. Raises ValueError as `read` does."""
+        return None
 
     def survey(self, heads: Heads) -> Survey:
         """Which modules are quantised is what the files have; that must not contradict the config. Raises UnreadableError."""
@@ -96,19 +105,46 @@ def names_in(config: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_listed(name: str, patterns: Iterable[str]) -> bool:
-    """Whether one of transformers' `modules_to_not_convert` means the module: the beginning of its name up to a dot, as a regular
-    expression, or the end of it."""
-    for pattern in patterns:
-        try:
-            begins = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", name)
-        except re.error:
-            raise UnreadableError(
-                f"its quantization_config names modules by {pattern!r}, which is no regular expression"
-            ) from None
-        if begins or name.endswith(pattern):
-            return True
-    return False
+class Listed:
+    """What a config's list of modules means."""
+
+    def __init__(self, names: Iterable[str], patterns: Mapping[str, str], ends: Iterable[str] = ()) -> None:
+        """names: each is that module and all below it. patterns: what the beginning of a module's name matches, by how the config has it.
+        ends: of names. Raises UnreadableError for what is no regular expression."""
+        self._names, self._ends = frozenset(names), tuple(ends)
+        self._patterns = [(_denies(written), _regex(pattern, written)) for written, pattern in patterns.items()]
+
+    @classmethod
+    def of_transformers(cls, listed: Sequence[str]) -> Listed:
+        """As `modules_to_not_convert` is read: the beginning of a module's name up to a dot, as a regular expression, or the end of it."""
+        plain = {one for one in listed if re.fullmatch(r"[\w.-]+", one)}
+        patterns = {one: rf"(?:{one})(?:(?<=\.)|(?=\.|$))" for one in listed if one not in plain}
+        return cls((one.removesuffix(".") for one in plain), patterns, listed)
+
+    @classmethod
+    def of_compressed_tensors(cls, listed: Sequence[str]) -> Listed:
+        """Names, and regular expressions behind "re:"."""
+        patterns = {one: one.removeprefix("re:") for one in listed if one.startswith("re:")}
+        return cls(set(listed) - set(patterns), patterns)
+
+    def means(self, spellings: Sequence[str]) -> bool:
+        """Whether the module that has these names is listed. The list was written for one of them, so it is when one matches; by a pattern
+        that says what must not be in a name, when all do: of the other spellings it would not have been said."""
+        for name in spellings:
+            if name.endswith(self._ends) or not self._names.isdisjoint(accumulate(name.split("."), "{}.{}".format)):
+                return True
+        return any((all if denies else any)(map(pattern.match, spellings)) for denies, pattern in self._patterns)
+
+
+def _denies(pattern: str) -> bool:
+    return "(?!" in pattern or "(?<!" in pattern
+
+
+def _regex(expression: str, written: str) -> re.Pattern[str]:
+    try:
+        return re.compile(expression)
+    except re.error:
+        raise UnreadableError(f"its quantization_config names modules by {written!r}, which is no regular expression") from None
 
 
 def head(heads: Heads, name: str, dtypes: Iterable[str], dims: int = 2) -> tuple[int, ...]:
@@ -154,6 +190,6 @@ def kind_of(bits: int) -> Any:
 
 
 __all__ = [
-    "DTYPES", "Format", "Heads", "Module", "Scheme", "StoredWeight", "UnreadableError", "check_keys", "check_shape", "group_size", "head",
-    "is_listed", "kind_of", "names_in", "one_of", "scalar", "take", "unpack",
+    "DTYPES", "Format", "Heads", "Listed", "Module", "Scheme", "StoredWeight", "UnreadableError", "check_keys", "check_shape", "group_size",
+    "head", "kind_of", "names_in", "one_of", "scalar", "take", "unpack",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from .formats import (
     DTYPES,
     Format,
+    Listed,
     Module,
     Scheme,
     StoredWeight,
@@ -23,7 +24,6 @@ from .formats import (
     check_shape,
     group_size,
     head,
-    is_listed,
     kind_of,
     names_in,
     one_of,
@@ -68,10 +68,10 @@ class Gptq(Format):
         dynamic = config.get("dynamic") or {}
         if own := [pattern for pattern in dynamic if not str(pattern).startswith("-:")]:
             raise UnreadableError(f"its quantization_config has settings of their own for modules {own[0]!r}")
-        self._ignore = names_in(config, "modules_to_not_convert")
+        self._ignore = Listed.of_transformers(names_in(config, "modules_to_not_convert"))
 
     def ignored(self, name: str) -> bool:
-        return is_listed(name, self._ignore)
+        return self._ignore.means(self.spellings(name))
 
     def module(self, name: str, heads: Heads) -> Module:
         packed = 32 // self._bits

@@ -30,6 +30,7 @@ class QuantizedCheckpoints(Plugin):
 
         try:
             form = _format(model)
+            form.spellings = model.spellings
             survey = form.survey(model.tensors)
             _check_fit(model, survey)
         except UnreadableError as error:
