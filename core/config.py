@@ -172,8 +172,9 @@ class LimitsConfig(Section, frozen=True):
     max_tools_bytes: PositiveInt = 256 * 1024
     """Bytes of a request's tools as JSON, all together: names, descriptions and the schemas of their parameters."""
     max_request_id_chars: PositiveInt = 128
-    max_media_mb: Annotated[int, Meta(ge=1, le=192)] = 128
-    """MiB of a request's processed pictures and sounds, times its choices: what goes to the engine."""
+    max_media_mb: Annotated[int, Meta(ge=1, le=192)] = 192
+    """MiB of a request's processed pictures and sounds, times its choices: what goes to the engine. The largest picture that Qwen-VL's
+    published settings allow has 192."""
     max_open_media_mb: PositiveInt = 1024
     """MiB of processed media of all open requests; the front keeps them for an engine that has to be started anew. Requests beyond are
     answered 429."""

@@ -78,7 +78,8 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     embeds: tuple[int, ...] = ()
     """Offsets in the span, ascending, whose embeddings are replaced by the encoder's rows, in order. (): all of them."""
     bidirectional: bool = False
-    """Tokens of its span attend to each other in both directions, so it can't be run in parts."""
+    """Tokens that take rows attend in both directions to those they stand in a row with, so the span can't be run in parts. Others in
+    it attend as text."""
     tensors: dict[str, TensorBytes] = {}
     """What the processor gave for this item: pixel_values and the like, in the form that the family's tower takes for one item."""
     grid: tuple[int, ...] | None = None

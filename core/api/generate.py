@@ -164,7 +164,7 @@ def chat_options(body: Any, tools: list[Any] | None) -> ChatOptions:
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        add_special_tokens=bool(body.add_special_tokens),
+        add_special_tokens=body.add_special_tokens,
         trusted_content=bool(options.trusted_content),
         tools=tools,
         template_kwargs=body.chat_template_kwargs or {},

@@ -19,7 +19,8 @@ import msgspec
 
 from ..errors import ConfigError, FieldError, RequestError, shorten
 from ..media import Kind, MediaItem, MediaPart, PreparedMedia
-from ..models.resolve import ResolvedModel
+from ..models.media_config import is_multimodal
+from ..models.resolve import ResolvedModel, read_json
 from .content_form import ContentForm, form_of
 from .media import PART_TYPES, expand, media_part, place, text_chars
 from .tokenizer import Tokenizer
@@ -51,8 +52,8 @@ class ChatPrompt:
 class ChatOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    add_special_tokens: bool = False
-    """Let the tokenizer add its start token; off because templates write it themselves. It is never there twice."""
+    add_special_tokens: bool | None = None
+    """Let the tokenizer add its start token. It is never there twice. None: as the template's `adds_special` says."""
     trusted_content: bool = False
     """Control markers inside contents become control tokens."""
     tools: Sequence[Any] | None = None
@@ -72,10 +73,16 @@ class ChatOptions:
 
 
 class ChatTemplate:
-    def __init__(self, source: str, tokenizer: Tokenizer, *, tools_source: str | None = None) -> None:
+    def __init__(
+        self, source: str, tokenizer: Tokenizer, *, tools_source: str | None = None, adds_special: bool = False
+    ) -> None:
         """tools_source: the template for requests with tools, when the model has one of its own for them. ConfigError when one of the two
         does not compile."""
         self.source = source
+        self.adds_special = adds_special
+        """The tokenizer adds what it adds to any text, unless the rendered one begins with its start token. So it is for models that read
+        media: many of their templates leave that token to the tokenizer, as transformers' processors have it add one; those of text models
+        write it themselves."""
         self._tools_source = source if tools_source is None else tools_source
         self._tokenizer = tokenizer
         self._template, takes_tools = _compile(source)
@@ -108,10 +115,14 @@ class ChatTemplate:
         if media:
             text = expand(text, media)
         rendered = time.perf_counter()
+        add = options.add_special_tokens
+        if add is None:
+            bos = self._tokenizer.bos_token
+            add = self.adds_special and not (bos and text.startswith(bos))
         if literals:
-            ids = await self._tokenizer.encode_with_literals(text, literals, add_special_tokens=options.add_special_tokens)
+            ids = await self._tokenizer.encode_with_literals(text, literals, add_special_tokens=add)
         else:
-            ids = await self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+            ids = await self._tokenizer.encode(text, add_special_tokens=add)
         placed = place(ids, media, self._tokenizer.token_id) if media else ()
         return ChatPrompt(ids, rendered - started, time.perf_counter() - rendered, placed)
 
@@ -256,21 +267,33 @@ def _content(content: Any, where: str, *, may_be_absent: bool, own: bool) -> str
 
 def load_template(model: ResolvedModel, tokenizer: Tokenizer, override: str | None) -> ChatTemplate | None:
     """The model's chat template, or the file given instead; None when the model has none (then chat is refused)."""
+    adds_special = is_multimodal(model.config)
     if override is not None:
         try:
-            return ChatTemplate(Path(override).read_text(encoding="utf-8"), tokenizer)
+            source = Path(override).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"chat_template: can't read {override}: {error}") from None
-    if (path := model.path / "chat_template.jinja").is_file():
-        return ChatTemplate(path.read_text(encoding="utf-8"), tokenizer)
-    source = tokenizer.settings.get("chat_template")
-    for_tools = None
+        return ChatTemplate(source, tokenizer, adds_special=adds_special)
+    source, for_tools = _processors_template(model.path), None
+    if source is None:
+        source = tokenizer.settings.get("chat_template")
     if isinstance(source, list):
         named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source, for_tools = named.get("default"), named.get("tool_use")
     if not isinstance(source, str):
         return None
-    return ChatTemplate(source, tokenizer, tools_source=for_tools if isinstance(for_tools, str) else None)
+    tools_source = for_tools if isinstance(for_tools, str) else None
+    return ChatTemplate(source, tokenizer, tools_source=tools_source, adds_special=adds_special)
+
+
+def _processors_template(folder: Path) -> Any:
+    """The one in a file of its own, or in the files of the model's processor, where older checkpoints of models that read media have it."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "processor_config.json"):
+        if (path := folder / name).is_file() and (found := read_json(path).get("chat_template")) is not None:
+            return found
+    return None
 
 
 def _compile(source: str) -> tuple[Any, bool]:

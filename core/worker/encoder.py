@@ -255,7 +255,8 @@ def attach(batch: ForwardBatch, pieces: Sequence[MediaPiece]) -> None:
             embeds.append(found.rows[chosen.to(device)])
             deep.append(tuple(extra[chosen.to(device)] for extra in found.deep))
             if item.bidirectional:
-                reach.append((start + item.start - piece.first, start + item.end - piece.first, item.end))
+                first = start - piece.first
+                reach += [(first + begin, first + end, end) for begin, end in _blocks(item)]
     batch.media = MediaRows(
         rows=torch.cat(rows).to(device) if rows else torch.empty(0, dtype=torch.int64, device=device),
         embeds=torch.cat(embeds) if embeds else torch.empty(0, device=device),
@@ -264,6 +265,15 @@ def attach(batch: ForwardBatch, pieces: Sequence[MediaPiece]) -> None:
     )
     if reach:
         _look_ahead(batch.attention, batch.positions, reach)
+
+
+def _blocks(item: MediaItem) -> list[tuple[int, int]]:
+    """Prompt positions, from and before which its rows stand without anything between: those of one block see each other."""
+    if not item.embeds:
+        return [(item.start, item.end)]
+    starts = [i for i, offset in enumerate(item.embeds) if i == 0 or item.embeds[i - 1] != offset - 1]
+    ends = [*starts[1:], len(item.embeds)]
+    return [(item.start + item.embeds[a], item.start + item.embeds[b - 1] + 1) for a, b in zip(starts, ends, strict=True)]
 
 
 def _look_ahead(attention: AttentionBatch, positions: torch.Tensor, reach: list[tuple[int, int, int]]) -> None:

@@ -87,6 +87,13 @@ class ImageFolder:
         return dict(self.processor(image, return_tensors="np", **options))
 
 
+def whole_config(folder: Path) -> Any:
+    """transformers' configuration of the folder's model: config.json, with all that it leaves to defaults."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+
+
 def _plain(value: Any) -> Any:
     """As plain data that JSON can hold; what isn't becomes its `repr`."""
     if isinstance(value, Mapping):

@@ -6,7 +6,6 @@ Channels are averaged; the rate is changed by soxr (quality HQ). Needs the packa
 from __future__ import annotations
 
 import io
-import math
 from typing import TYPE_CHECKING, Any
 
 from .family import Sound
@@ -15,8 +14,10 @@ from .images import RefusedError
 if TYPE_CHECKING:
     import numpy as np
 
-FORMATS = {"wav": ("WAV", "WAVEX", "RF64"), "mp3": ("MPEG", "MP3"), "flac": ("FLAC",), "ogg": ("OGG",), "opus": ("OGG",)}
-"""What clients call it, and what libsndfile does."""
+FORMATS = {"wav": ("WAV", "WAVEX", "RF64"), "mp3": ("MPEG", "MP3"), "flac": ("FLAC",), "ogg": ("OGG",), "opus": ("OPUS",)}
+"""What clients call it, and what libsndfile calls its container or, for opus, what is in it."""
+UNKNOWN = 0x7FFF_0000
+"""Bytes of sound that a WAV declares, from which on the number means that whoever wrote it did not know: files that were streamed."""
 MAX_CHANNELS = 16
 RATES = (1_000, 384_000)
 """Hz, least and most."""
@@ -31,8 +32,10 @@ def open_sound(data: bytes, declared: str | None, rate: int, max_seconds: float)
         raise ModuleNotFoundError("sounds need the packages of tokenbus[audio]: soundfile and soxr") from None
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
-            if declared is not None and file.format not in FORMATS[declared]:
-                raise RefusedError(f"is a sound in the form {file.format}, not {declared}")
+            if declared is not None and not {file.format, file.subtype}.intersection(FORMATS[declared]):
+                raise RefusedError(f"is a sound in the form {file.format} ({file.subtype}), not {declared}")
+            if file.format in FORMATS["wav"]:
+                _check_whole(data)
             _check(file.samplerate, file.channels)
             most = int(max_seconds * file.samplerate)
             if 0 < most < file.frames < 1 << 62:  # as declared; what can't know declares 2^63 - 1
@@ -46,6 +49,23 @@ def open_sound(data: bytes, declared: str | None, rate: int, max_seconds: float)
         raise RefusedError(f"is not a sound that can be read ({error.error_string})") from None
 
 
+def _check_whole(data: bytes) -> None:
+    """RefusedError for a WAV that ends before what it declares; libsndfile takes what there is. Other forms declare no length, or their
+    decoders notice."""
+    place, declared = 12, None
+    while place + 8 <= len(data):
+        name, size = data[place : place + 4], int.from_bytes(data[place + 4 : place + 8], "little")
+        place += 8
+        if name == b"ds64":  # RF64: sizes of 64 bits; the data's is the second
+            declared = int.from_bytes(data[place + 8 : place + 16], "little")
+        if name == b"data":
+            there, wanted = len(data) - place, size if size < UNKNOWN else declared or 0
+            if wanted > there:
+                raise RefusedError(f"is cut short: it declares {wanted} bytes of sound, and {there} are there")
+            return
+        place += size + size % 2
+
+
 def _mixed(file: Any, most: int, max_seconds: float) -> np.ndarray:
     import numpy as np
 
@@ -56,7 +76,7 @@ def _mixed(file: Any, most: int, max_seconds: float) -> np.ndarray:
             raise RefusedError(f"is a sound of more than {max_seconds:g} s")
         parts.append(block.mean(axis=1, dtype=np.float32))
     if not count:
-        raise RefusedError("is a sound without samples")
+        raise RefusedError("is a sound without samples, or cut short")
     return _finite(np.concatenate(parts))
 
 
@@ -89,13 +109,12 @@ def _finite(samples: np.ndarray) -> np.ndarray:
 
 
 def _resampled(samples: np.ndarray, given: int, wanted: int) -> np.ndarray:
+    """As many samples as its duration takes, rounded up: with how many soxr ends it depends on its buffers, and so would the prompt."""
     if given == wanted:
         return samples
     import numpy as np
     import soxr
 
-    made = np.ascontiguousarray(soxr.resample(samples, given, wanted), dtype=np.float32)
-    if not len(made):
-        raise RefusedError(f"is too short a sound ({len(samples) / given * 1000:.1f} ms)")
-    assert math.isclose(len(made) / wanted, len(samples) / given, abs_tol=0.01)
-    return made
+    count = -(-len(samples) * wanted // given)
+    made = soxr.resample(samples, given, wanted)[:count]
+    return np.ascontiguousarray(np.pad(made, (0, count - len(made))), dtype=np.float32)

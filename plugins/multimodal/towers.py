@@ -36,9 +36,23 @@ def image_features(model: Any, tensors: Tensors) -> Encoded:
     return Encoded(_joined(model.get_image_features(**tensors).pooler_output))
 
 
+def patch_features(model: Any, tensors: Tensors) -> Encoded:
+    """Qwen2-VL and Qwen2.5-VL."""
+    return image_features(model, all_frames(model, tensors))
+
+
+def all_frames(model: Any, tensors: Tensors) -> Tensors:
+    """Qwen-VL's towers take several frames for each patch. Those of a picture are the same, so an item may have one of them."""
+    embed, pixels = model.visual.patch_embed, tensors["pixel_values"]
+    channels, frames, area = embed.in_channels, embed.temporal_patch_size, embed.patch_size**2
+    if pixels.shape[1] == channels * area:
+        pixels = pixels.view(-1, channels, 1, area).expand(-1, -1, frames, -1).flatten(1)
+    return {**tensors, "pixel_values": pixels}
+
+
 def deepstack_features(model: Any, tensors: Tensors) -> Encoded:
     """Qwen3-VL: further rows for the first layers."""
-    found = model.get_image_features(**tensors)
+    found = model.get_image_features(**all_frames(model, tensors))
     return Encoded(_joined(found.pooler_output), tuple(_joined(rows) for rows in found.deepstack_features))
 
 
@@ -77,7 +91,7 @@ class Tower:
     looks_ahead: bool = False
 
 
-_QWEN = {"image": image_features}
+_QWEN = {"image": patch_features}
 TOWERS: dict[str, Tower] = {
     "llava": Tower("LlavaForConditionalGeneration"),
     "llava_next": Tower("LlavaNextForConditionalGeneration"),

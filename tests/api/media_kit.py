@@ -105,6 +105,10 @@ def image_part(data: bytes, media_type: str = "image/png") -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": data_url(data, media_type)}}
 
 
+def sound_part(data: bytes, form: str = "wav") -> dict[str, Any]:
+    return {"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": form}}
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 

@@ -44,6 +44,31 @@ def test_a_wav_at_the_right_rate_is_its_samples():
     assert sound.samples.dtype == np.float32
 
 
+@pytest.mark.parametrize("size", [0x7FFF_0000, 0x8000_0000, 0xFFFF_FFFF])
+def test_a_wav_that_was_streamed_does_not_say_how_long_it_is(size):
+    data = bytearray(written(tone(), RATE, "WAV"))
+    place = data.index(b"data") + 4
+    data[place : place + 4] = size.to_bytes(4, "little")
+    sound, _ = open_sound(bytes(data), "wav", RATE, 10.0)
+    assert np.abs(sound.samples - tone()).max() < 1e-4
+
+
+@pytest.mark.parametrize("form", ["WAV", "WAVEX"])
+def test_a_wav_may_have_more_than_sound_in_it(form):
+    data = bytearray(written(tone(), RATE, form))
+    place = data.index(b"data")
+    data[place:place] = b"junk" + (3).to_bytes(4, "little") + b"abc\0"
+    sound, _ = open_sound(bytes(data) + b"LIST" + (4).to_bytes(4, "little") + b"INFO", "wav", RATE, 10.0)
+    assert np.abs(sound.samples - tone()).max() < 1e-4
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 441, 44_099, 44_101])
+@pytest.mark.parametrize("rate", [8000, 22_050, 44_100, 48_000])
+def test_the_number_of_samples_is_the_duration_rounded_up(rate, count):
+    sound, _ = open_sound(written(tone(1.2, rate)[:count], rate, "WAV"), "wav", RATE, 10.0)
+    assert len(sound.samples) == -(-min(count, int(1.2 * rate)) * RATE // rate)
+
+
 @pytest.mark.parametrize(("form", "declared"), [("WAV", "wav"), ("FLAC", "flac"), ("OGG", "ogg"), ("MP3", "mp3")])
 @pytest.mark.parametrize("rate", [8000, 44_100, 48_000])
 def test_every_form_and_rate_keeps_pitch_and_length(form, declared, rate):
@@ -66,7 +91,13 @@ def test_channels_are_averaged():
         (kit.encoded(kit.noise()), "wav", "is not a sound that can be read"),
         (kit.wav(tone())[:30], "wav", "is not a sound that can be read"),
         (kit.wav(np.zeros(0, np.float32)), "wav", "is a sound without samples"),
-        (written(tone(), RATE, "FLAC"), "wav", "is a sound in the form FLAC, not wav"),
+        (written(tone(), RATE, "FLAC"), "wav", r"is a sound in the form FLAC \(PCM_16\), not wav"),
+        (written(tone(), RATE, "OGG"), "opus", r"is a sound in the form OGG \(VORBIS\), not opus"),
+        (kit.wav(tone())[:-1], "wav", r"is cut short: it declares \d+ bytes of sound, and \d+ are there"),
+        (written(tone(), RATE, "RF64")[:-4000], "wav", "is cut short"),
+        (written(tone(), RATE, "WAVEX")[:-4000], "wav", "is cut short"),
+        (written(tone(), RATE, "FLAC")[:-4000], "flac", "is not a sound that can be read"),
+        (written(tone(), RATE, "OGG")[:2000], "ogg", "cut short|is not a sound that can be read"),
         (kit.wav(tone(3.0)), "wav", "is a sound of 3.0 s; at most 2 s"),
         (written(tone(3.0), RATE, "MP3"), "mp3", "at most 2 s|more than 2 s"),
         (kit.wav(np.zeros((100, 20), np.float32)), "wav", "of 20 channels; at most 16"),
@@ -77,6 +108,13 @@ def test_channels_are_averaged():
 def test_bad_sounds_are_refused(data, declared, says):
     with pytest.raises(RefusedError, match=says):
         open_sound(data, declared, RATE, 2.0)
+
+
+def test_opus_is_read():
+    data = written(tone(1.0, 48_000), 48_000, "OGG", subtype="OPUS")
+    for declared in ("opus", "ogg"):
+        sound, _ = open_sound(data, declared, RATE, 10.0)
+        assert abs(pitch(sound.samples, RATE) - 440) < 3
 
 
 def test_a_header_that_declares_hours_is_refused_before_it_is_read():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,10 @@ import pytest
 import torch
 
 from tokenbus.core.media import MediaItem, TensorBytes
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "api")]  # the kits
+
+from served_kit import SERVED, ServedFolder
 
 TEXT: dict[str, Any] = {
     "vocab_size": 256,
@@ -73,6 +79,10 @@ def _llava_item(_size: int, generator: torch.Generator) -> tuple[Tensors, int, N
 
 def _gemma_item(_size: int, generator: torch.Generator) -> tuple[Tensors, int, None]:
     return {"pixel_values": _noise(1, 3, 32, 32, generator=generator)}, 16, None
+
+
+def _views_item(_size: int, generator: torch.Generator) -> tuple[Tensors, int, None]:
+    return {"pixel_values": _noise(2, 3, 32, 32, generator=generator)}, 32, None
 
 
 def _qwen_item(size: int, generator: torch.Generator) -> tuple[Tensors, int, tuple[int, ...]]:
@@ -302,6 +312,8 @@ FAMILIES: dict[str, Family] = {
         kind="audio",
     ),
 }
+FAMILIES["gemma3-views"] = dataclasses.replace(FAMILIES["gemma3"], item=_views_item, markers=(7,))
+"""Two views of each picture ("pan and scan"), with text between them."""
 
 
 @dataclass
@@ -385,14 +397,25 @@ def digest(tensors: Tensors) -> str:
     return found.hexdigest()
 
 
-def make_tiny(name: str, folder: Path, std: float = 0.3) -> TinyMedia:
-    """Weights from a normal distribution wide enough that attention is peaked, norms about 1 (or 0 where 1 is added)."""
+def tiny_config(name: str, changes: dict[str, Any] | None = None) -> Any:
+    """transformers' configuration. changes: to the family's; those to an inner one are merged with it."""
+    import transformers
+
+    values = json.loads(json.dumps(FAMILIES[name].config))
+    for key, value in (changes or {}).items():
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
+    return getattr(transformers, FAMILIES[name].config_class)(**values)
+
+
+def make_tiny(name: str, folder: Path, std: float = 0.3, changes: dict[str, Any] | None = None) -> TinyMedia:
+    """Weights from a normal distribution wide enough that attention is peaked, norms about 1 (or 0 where 1 is added). changes: see
+    `tiny_config`."""
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     family = FAMILIES[name]
-    config = getattr(transformers, family.config_class)(**json.loads(json.dumps(family.config)))
+    config = tiny_config(name, changes)
     model = getattr(transformers, family.model_class)(config).eval()
     model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
@@ -416,3 +439,14 @@ def tiny_media(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ServedFolder]:
+    """served(name, **settings): a new folder with all that a server needs; without weights until `add_weights`."""
+
+    def make(name: str, **settings: Any) -> ServedFolder:
+        served = dataclasses.replace(SERVED[name], **settings)
+        return ServedFolder(name, served, tmp_path_factory.mktemp("served"), sys.modules[__name__])
+
+    return make

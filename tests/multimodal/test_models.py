@@ -20,7 +20,7 @@ from tokenbus.plugins.multimodal.towers import tower_encoder
 
 TOLERANCE = 2e-4
 MROPE = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe"]
-FAMILIES = ["llava", "llava-next", "idefics3", "smolvlm", *MROPE, "gemma3", "qwen2-audio"]
+FAMILIES = ["llava", "llava-next", "idefics3", "smolvlm", *MROPE, "gemma3", "gemma3-views", "qwen2-audio"]
 BLOCK = 4
 
 
@@ -142,6 +142,19 @@ def test_a_causal_mask_over_a_picture_is_seen(tiny_media: Any, engines: Any) -> 
         batch.attention.reach = None
 
     engine.change = causal
+    assert float((engine.logits(prompt, MORE, []) - truth).abs().max()) > 100 * limit(truth)
+
+
+def test_views_of_a_picture_that_see_each_other_are_seen(tiny_media: Any, engines: Any) -> None:
+    tiny, engine = tiny_media("gemma3-views"), engines("gemma3-views")
+    prompt = tiny.prompt([0], seed=7)
+    truth, item = tiny.truth(prompt, MORE), prompt.media[0]
+
+    def one(batch: Any) -> None:
+        if batch.attention.reach is not None:
+            batch.attention.reach[item.start : item.end] = item.end
+
+    engine.change = one
     assert float((engine.logits(prompt, MORE, []) - truth).abs().max()) > 100 * limit(truth)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....core.media import Kind
-from ..family import ImageFolder, Processed
+from ..family import ImageFolder, Processed, whole_config
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -25,13 +25,13 @@ class Idefics3:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.options: Mapping[str, Any] = {}
         self._folder = folder
-        vision = config["vision_config"]
-        side = vision.get("image_size", 224) // vision.get("patch_size", 32)
-        self._tile_rows = side**2 // config.get("scale_factor", 2) ** 2
 
     def load(self) -> None:
         self._images = ImageFolder.load(self._folder)
         self.options = self._images.options
+        config = whole_config(self._folder)
+        side = config.vision_config.image_size // config.vision_config.patch_size
+        self._tile_rows = side**2 // config.scale_factor**2
 
     def process(self, kind: Kind, media: Image.Image) -> Processed:
         tensors = self._images(media, return_row_col_info=True)

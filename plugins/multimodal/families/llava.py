@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....core.media import Kind
-from ..family import ImageFolder, Processed
+from ..family import ImageFolder, Processed, whole_config
 
 if TYPE_CHECKING:
     from PIL import Image
+
+
+CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
+"""Kinds of towers, and the rows that they put before those of a picture's patches."""
+
+MAX_RATIO = 200
+"""Of a picture's sides, where it is made as high as the tower's before its middle is cut out: a longer one would take hundreds of MB."""
 
 
 class Llava:
@@ -23,15 +30,22 @@ class Llava:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.options: Mapping[str, Any] = {}
         self._folder = folder
-        self._patch_size: int = config["vision_config"]["patch_size"]
-        self._has_class_token = config["vision_config"].get("model_type", "clip_vision_model") == "clip_vision_model"
-        self._drops_first = config.get("vision_feature_select_strategy", "default") == "default"
 
     def load(self) -> None:
         self._images = ImageFolder.load(self._folder)
         self.options = self._images.options
+        self._config = config = whole_config(self._folder)
+        tower: str = config.vision_config.model_type
+        if tower not in CLASS_TOKENS:
+            raise ValueError(f"its tower is of the kind {tower!r}; there are {', '.join(CLASS_TOKENS)}")
+        self._patch_size: int = config.vision_config.patch_size
+        self._has_class_token = CLASS_TOKENS[tower]
+        self._drops_first = config.vision_feature_select_strategy == "default"
 
     def process(self, kind: Kind, media: Image.Image) -> Processed:
+        longer, shorter = max(media.size), min(media.size)
+        if longer > MAX_RATIO * shorter and self._images.processor.size.get("shortest_edge"):
+            raise ValueError(f"one of its sides is {longer // shorter} times the other; at most {MAX_RATIO} times can be read")
         tensors = self._images(media)
         height, width = tensors["pixel_values"].shape[-2:]
         rows = (height // self._patch_size) * (width // self._patch_size) + self._has_class_token - self._drops_first

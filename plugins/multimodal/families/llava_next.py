@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....core.media import Kind
 from ..family import Processed
 from .llava import Llava
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from PIL import Image
 
 
@@ -19,10 +16,10 @@ class LlavaNext(Llava):
     name = "llava_next"
     model_types = frozenset({"llava_next"})
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        super().__init__(folder, config)
-        self._tile: int = config["vision_config"]["image_size"]
-        self._pinpoints = [tuple(pair) for pair in config["image_grid_pinpoints"]]
+    def load(self) -> None:
+        super().load()
+        self._tile: int = self._config.vision_config.image_size
+        self._pinpoints = [tuple(pair) for pair in self._config.image_grid_pinpoints]
 
     def process(self, kind: Kind, media: Image.Image) -> Processed:
         from transformers.image_processing_utils import select_best_resolution

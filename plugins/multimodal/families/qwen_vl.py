@@ -1,4 +1,7 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: pictures keep their shape, and neighbouring patches are merged into one row."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL: pictures keep their shape, and neighbouring patches are merged into one row.
+
+A tower takes several frames of a video together, of a picture the same one so many times. Items have it once, which is 150 MB for a
+large picture; the others are put back beside the tower (towers.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....core.media import Kind
-from ..family import ImageFolder, Processed
+from ..family import ImageFolder, Processed, whole_config
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,14 +27,14 @@ class QwenVL:
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.options: Mapping[str, Any] = {}
         self._folder = folder
-        self._merge: int = config["vision_config"].get("spatial_merge_size", 2)
 
     def load(self) -> None:
         self._images = ImageFolder.load(self._folder)
         self.options = self._images.options
+        self._merge: int = whole_config(self._folder).vision_config.spatial_merge_size
 
     def process(self, kind: Kind, media: Image.Image) -> Processed:
-        tensors = self._images(media)
+        tensors = self._images(media, temporal_patch_size=1)
         grid = tuple(int(size) for size in tensors["image_grid_thw"][0])
         rows = math.prod(grid) // self._merge**2
         kept = {name: tensors[name] for name in ("pixel_values", "image_grid_thw")}
