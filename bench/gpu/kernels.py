@@ -28,6 +28,12 @@ RESERVE = 12.0
 """Seconds kept for telling what the tests gave."""
 
 
+PYTEST = (
+    "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(pytest.main(sys.argv[1:]))"
+)
+"""A process that was started in the background may have been told to ignore SIGINT, and so would those that it starts."""
+
+
 def run_tests(record: Record, *, interpret: bool) -> None:
     """The project's own tests, as a check for each that failed, and one for all."""
     what = "tests, interpreted" if interpret else "tests marked cuda"
@@ -37,7 +43,7 @@ def run_tests(record: Record, *, interpret: bool) -> None:
         words += ["-n", str(PROCESSES)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "tests.xml")
-        process = subprocess.Popen([sys.executable, "-P", "-m", "pytest", *words, f"--junitxml={report}"], cwd=ROOT)
+        process = subprocess.Popen([sys.executable, "-P", "-c", PYTEST, *words, f"--junitxml={report}"], cwd=ROOT)
         try:
             code = process.wait(max(1.0, record.left - RESERVE))
         except subprocess.TimeoutExpired:

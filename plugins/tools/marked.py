@@ -125,12 +125,12 @@ class MarkedCalls(ABC):
 
 
 class CallList:
-    """`{...}, {...}]`: calls as JSON objects, what follows the opening bracket of a list."""
+    """`{...}, {...}]`: calls as JSON objects, what follows the opening bracket of a list. An empty list is no call: text."""
 
     def __init__(self, make: Callable[[], CallObject]) -> None:
         self._make = make
         self._call: CallObject | None = None
-        self._expect = "call or ]"
+        self._expect = "call"
 
     @property
     def held(self) -> str:
@@ -146,7 +146,7 @@ class CallList:
             if found is Found.END:
                 self._call, self._expect = None, ", or ]"
             return Found.BROKEN if found is Found.BROKEN else Found.MORE
-        if char == "]" and self._expect != "call":
+        if char == "]" and self._expect == ", or ]":
             return Found.END
         if char == "," and self._expect == ", or ]":
             self._expect = "call"

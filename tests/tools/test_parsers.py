@@ -148,7 +148,10 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ("mistral", '[TOOL_CALLS]f{"a": 1', [call("f", '{"a": 1', whole=False)]),
     *[
         ("mistral", broken, [text(broken)])
-        for broken in ("[TOOL_CALLS]f[ARGS]x", "[TOOL_CALLS]f [ARGS]{}", "[TOOL_CALLS][1]", "[TOOL_CALLS]", "[1] [TOOL", "[TOOL_CALLS]{}")
+        for broken in (
+            "[TOOL_CALLS]f[ARGS]x", "[TOOL_CALLS]f [ARGS]{}", "[TOOL_CALLS][1]", "[TOOL_CALLS][]", "[TOOL_CALLS]", "[1] [TOOL",
+            "[TOOL_CALLS]{}",
+        )  # fmt: skip
     ],
     ("list", f"[{A}, {B}]", [call("f", IN_A), call("f", '{"a": -1.5e+3}')]),
     ("list", '[{"name": "f", "arguments": {"a"', [call("f", '{"a"', whole=False)]),
