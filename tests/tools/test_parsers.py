@@ -151,7 +151,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
         for broken in (
             "[TOOL_CALLS]f[ARGS]x", "[TOOL_CALLS]f [ARGS]{}", "[TOOL_CALLS][1]", "[TOOL_CALLS][]", "[TOOL_CALLS]", "[1] [TOOL",
             "[TOOL_CALLS]{}",
-        )  # fmt: skip
+        )
     ],
     ("list", f"[{A}, {B}]", [call("f", IN_A), call("f", '{"a": -1.5e+3}')]),
     ("list", '[{"name": "f", "arguments": {"a"', [call("f", '{"a"', whole=False)]),
