@@ -298,7 +298,7 @@ async def test_the_command_line(serve, tmp_path, capsys):
     assert "must begin with http:// or https://" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_run_lives_through_engine_and_server(serve_demo, client_of, tmp_path):
     """A real engine: an open request keeps its arm when the engine dies; users keep theirs when the server is started again."""
     config = tmp_path / "tokenbus.toml"

@@ -236,7 +236,7 @@ def test_shards_share_the_checks_without_leaving_any_out():
     assert len(set(whole)) == len(whole) > 20
 
 
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_tests_that_do_not_end_in_time_tell_what_they_had(slow, monkeypatch, tmp_path, capfd):
     pause = "time.sleep(100)" if slow else "pass"
     path = tmp_path / "test_some.py"
@@ -345,7 +345,7 @@ def test_every_reach_is_in_the_result_measured_or_not(play):
 # ---- the real thing -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_suite_in_the_interpreter(tmp_path):
     out = tmp_path / "gpu.md"

@@ -52,7 +52,7 @@ def compare(found: list[Any], plain: list[Any]) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.long)])
 async def test_every_answer_is_the_same_also_through_deaths(tiny_llama: Path, worker: str):
     plain = await plain_answers(tiny_llama, worker)
     small = {"cache": {"num_blocks": 60}, "scheduler": {"ahead": "on", "token_budget": 64}, "features": FEATURES}
@@ -83,7 +83,7 @@ async def test_every_answer_is_the_same_also_through_deaths(tiny_llama: Path, wo
         assert (await client.query("stats"))["free_blocks"] == 60
 
 
-@pytest.mark.parametrize("worker", ["thread", "process"])
+@pytest.mark.parametrize("worker", ["thread", pytest.param("process", marks=pytest.mark.long)])
 async def test_a_poisoned_request_ends_alone(tiny_llama: Path, worker: str):
     """It kills in a step that was planned ahead, before the output of the one before it has gone out, or after."""
     async with engine_of(tiny_llama, model={"worker": worker}, scheduler={"ahead": "on"}, features=FEATURES) as client:

@@ -139,6 +139,7 @@ def logprobs(e: Harness) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.long
 async def test_the_whole_of_it_changes_no_bit(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     async with serving(tiny_llama, "off", None) as (e, worker):
         await e.add(request("first", PROMPT, 12, temperature=0.0, features=FEATURES))

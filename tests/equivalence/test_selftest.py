@@ -52,6 +52,7 @@ def test_a_broken_promise_is_found_and_named(tiny_path, capsys, monkeypatch):
     assert "output token" in shown.err
 
 
+@pytest.mark.long
 def test_random_numbers_that_count_steps_are_found(tiny_path, capsys, monkeypatch):
     draws = iter(range(10**9))
     sample = rng.sample
@@ -65,6 +66,7 @@ def test_random_numbers_that_count_steps_are_found(tiny_path, capsys, monkeypatc
     assert not any(" greedy " in line for line in lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flag", ["--disable=chunked_prefill", pytest.param("--disable=sampling.penalties", marks=pytest.mark.long)]
 )

@@ -82,6 +82,7 @@ def test_answers_are_transformers(llm, reference, folder, images):
     assert answer.outputs[0].token_ids == expected(reference, folder, answer.prompt_token_ids, images, 12)
 
 
+@pytest.mark.long
 def test_a_quantised_checkpoint_answers_as_the_weights_that_it_stands_for(folder, reference, tmp_path):
     from transformers import LlavaForConditionalGeneration
 

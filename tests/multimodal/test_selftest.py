@@ -82,6 +82,7 @@ def test_a_cache_that_takes_one_picture_for_another_is_found(selftest, monkeypat
     assert f"{OTHER}, greedy: did not happen: another answer" in errors
 
 
+@pytest.mark.long
 def test_a_prefix_cache_that_ignores_pictures_is_found(selftest, monkeypatch):
     from tokenbus.plugins import prefix_cache
 

@@ -11,7 +11,7 @@ import pytest
 from demo_process import DemoServer
 from served_kit import SERVED, VIEWS, ServedFolder, ask, check_answer, serving, talk
 
-BY_DEFAULT = {"idefics3", "gemma3", "qwen2.5-vl"}
+BY_DEFAULT = {"qwen2.5-vl"}
 """A server each takes its time; the others are for `-m long`."""
 NAMES = [
     name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.long)
