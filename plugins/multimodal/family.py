@@ -55,8 +55,8 @@ class Family(Protocol):
     """What else than the media decides the tensors, as plain data: the processor's class and settings. Part of every digest; after
     `load`."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        """folder: the model's. config: its config.json. Cheap."""
+    def __init__(self, folder: Path) -> None:
+        """folder: the model's. Cheap."""
         ...
 
     def load(self) -> None:
@@ -92,6 +92,21 @@ def whole_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+
+
+class ImageFamily:
+    """What families of pictures have in common."""
+
+    sampling_rate = 0
+
+    def __init__(self, folder: Path) -> None:
+        self.options: Mapping[str, Any] = {}
+        self._folder = folder
+
+    def load(self) -> None:
+        self._images = ImageFolder.load(self._folder)
+        self.options = self._images.options
+        self._config = whole_config(self._folder)
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import warnings
 from pathlib import Path
@@ -198,14 +199,7 @@ class Paged:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """tiny(family): its Tiny, made once a session."""
-    made: dict[str, Tiny] = {}
-
-    def get(family: str) -> Tiny:
-        if family not in made:
-            made[family] = make_tiny(family, tmp_path_factory.mktemp("tiny"))
-        return made[family]
-
-    return get
+    return functools.cache(lambda family: make_tiny(family, tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture(scope="session")

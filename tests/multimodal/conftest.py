@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -431,14 +432,7 @@ def make_tiny(name: str, folder: Path, std: float = 0.3, changes: dict[str, Any]
 @pytest.fixture(scope="session")
 def tiny_media(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """tiny_media(name): its TinyMedia, made once a session."""
-    made: dict[str, TinyMedia] = {}
-
-    def get(name: str) -> TinyMedia:
-        if name not in made:
-            made[name] = make_tiny(name, tmp_path_factory.mktemp("media"))
-        return made[name]
-
-    return get
+    return functools.cache(lambda name: make_tiny(name, tmp_path_factory.mktemp("media")))
 
 
 @pytest.fixture(scope="session")

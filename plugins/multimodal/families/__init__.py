@@ -30,4 +30,4 @@ def family_of(folder: Path, config: Mapping[str, Any]) -> Family | None:
     if place is None:
         return None
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f".{module}", __name__), name)(folder, config)
+    return getattr(importlib.import_module(f".{module}", __name__), name)(folder)

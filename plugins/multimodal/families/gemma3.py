@@ -4,11 +4,10 @@ view, of all of it; with "pan and scan", which the folder's image processor may 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....core.media import Kind
-from ..family import ImageFolder, Processed, whole_config
+from ..family import ImageFamily, Processed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -22,20 +21,15 @@ PAN_AND_SCAN = {
 """What its image processor says, if it says nothing."""
 
 
-class Gemma3:
+class Gemma3(ImageFamily):
     name = "gemma3"
     model_types = frozenset({"gemma3"})
     markers: Mapping[Kind, str] = {"image": "<start_of_image>"}
     placeholders: Mapping[Kind, str] = {"image": "<image_soft_token>"}
-    sampling_rate = 0
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.options: Mapping[str, Any] = {}
-        self._folder = folder
 
     def load(self) -> None:
-        self._images = ImageFolder.load(self._folder)
-        self._rows: int = whole_config(self._folder).mm_tokens_per_image
+        super().load()
+        self._rows: int = self._config.mm_tokens_per_image
         processor = self._images.processor
         self._views: dict[str, Any] = {"do_pan_and_scan": bool(processor.do_pan_and_scan)}
         for name, default in PAN_AND_SCAN.items():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....core.media import Kind
-from ..family import ImageFolder, Processed, whole_config
+from ..family import ImageFamily, Processed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -15,21 +14,15 @@ if TYPE_CHECKING:
 BORDER, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
-class Idefics3:
+class Idefics3(ImageFamily):
     name = "idefics3"
     model_types = frozenset({"idefics3", "smolvlm"})
     markers: Mapping[Kind, str] = {"image": "<image>"}
     placeholders: Mapping[Kind, str] = {"image": "<image>"}
-    sampling_rate = 0
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.options: Mapping[str, Any] = {}
-        self._folder = folder
 
     def load(self) -> None:
-        self._images = ImageFolder.load(self._folder)
-        self.options = self._images.options
-        config = whole_config(self._folder)
+        super().load()
+        config = self._config
         side = config.vision_config.image_size // config.vision_config.patch_size
         self._tile_rows = side**2 // config.scale_factor**2
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....core.media import Kind
-from ..family import ImageFolder, Processed, whole_config
+from ..family import ImageFamily, Processed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -20,21 +19,15 @@ MAX_RATIO = 200
 """Of a picture's sides, where it is made as high as the tower's before its middle is cut out: a longer one would take hundreds of MB."""
 
 
-class Llava:
+class Llava(ImageFamily):
     name = "llava"
     model_types = frozenset({"llava"})
     markers: Mapping[Kind, str] = {"image": "<image>"}
     placeholders: Mapping[Kind, str] = {"image": "<image>"}
-    sampling_rate = 0
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.options: Mapping[str, Any] = {}
-        self._folder = folder
 
     def load(self) -> None:
-        self._images = ImageFolder.load(self._folder)
-        self.options = self._images.options
-        self._config = config = whole_config(self._folder)
+        super().load()
+        config = self._config
         tower: str = config.vision_config.model_type
         if tower not in CLASS_TOKENS:
             raise ValueError(f"its tower is of the kind {tower!r}; there are {', '.join(CLASS_TOKENS)}")

@@ -17,7 +17,7 @@ class Qwen2Audio:
     placeholders: Mapping[Kind, str] = {"audio": "<|AUDIO|>"}
     sampling_rate = 16000
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path) -> None:
         self.options: Mapping[str, Any] = {}
         self._folder = folder
 

@@ -7,31 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ....core.media import Kind
-from ..family import ImageFolder, Processed, whole_config
+from ..family import ImageFamily, Processed
 
 if TYPE_CHECKING:
     from PIL import Image
 
 
-class QwenVL:
+class QwenVL(ImageFamily):
     name = "qwen_vl"
     model_types = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
     markers: Mapping[Kind, str] = {"image": "<|image_pad|>"}
     placeholders: Mapping[Kind, str] = {"image": "<|image_pad|>"}
-    sampling_rate = 0
-
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self.options: Mapping[str, Any] = {}
-        self._folder = folder
 
     def load(self) -> None:
-        self._images = ImageFolder.load(self._folder)
-        self.options = self._images.options
-        self._merge: int = whole_config(self._folder).vision_config.spatial_merge_size
+        super().load()
+        self._merge: int = self._config.vision_config.spatial_merge_size
 
     def process(self, kind: Kind, media: Image.Image) -> Processed:
         tensors = self._images(media, temporal_patch_size=1)
